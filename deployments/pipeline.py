@@ -1,0 +1,314 @@
+"""The life of a request: one straight line. Each step is one line and one name; the order is the order of the table in
+ARCHITECTURE.md. Closing the generator at any step aborts everything below it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gearshift.guardrails import stream
+from gearshift.guardrails.policy import CompiledPolicy, compile_policy
+from gearshift.guardrails.verdict import Stage, Verdict
+from gearshift.platform import telemetry
+from gearshift.platform.cache import exact
+from gearshift.platform.cache.exact import Answer, ExactCache, Question
+from gearshift.platform.cache.limits import RateLimits, Reservation
+from gearshift.platform.config import AUTO, Config, Price
+from gearshift.platform.engine.protocol import Engine
+from gearshift.platform.errors import (
+    ContentBlocked,
+    EngineUnavailable,
+    GearshiftError,
+    ModelNotFound,
+    Overloaded,
+    ShuttingDown,
+    UpstreamError,
+)
+from gearshift.platform.openai import ChatRequest
+from gearshift.platform.prompts.assemble import assemble
+from gearshift.platform.request import Delta, Message, Request, SamplingParams, Usage
+from gearshift.platform.telemetry import Record, VerdictNote
+from gearshift.platform.tenants import Caller, Tenants
+from gearshift.router.arms import Served, Snapshot, serve, tier_of_release
+from gearshift.router.policy import Route, route
+from gearshift.router.score import SCORERS
+
+CHARS_PER_TOKEN = 3
+"""A low guess, so that what is reserved is rarely less than what is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request as it arrived."""
+
+    id: str
+    body: ChatRequest
+    authorization: str = ""
+    no_cache: bool = False
+    trace: Mapping[str, str] = field(default_factory=dict)
+
+
+class Ticket:
+    """What the steps have learned so far; one a request. The gateway reads the reservation's headers from it."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.reservation: Reservation | None = None
+
+
+class Pipeline:
+    """Owns the request. Everything it needs was given to it: it opens nothing and imports no framework."""
+
+    def __init__(
+        self,
+        config: Config,
+        engines: Mapping[str, Engine],
+        revisions: Mapping[str, str],
+        limits: RateLimits,
+        cache: ExactCache,
+        snapshot: Callable[[], Snapshot],
+    ) -> None:
+        self._config = config
+        self._engines = engines
+        self._limits = limits
+        self._cache = cache
+        self._snapshot = snapshot
+        self._tenants = Tenants(config.tenants)
+        self._scorer = SCORERS[config.router.scorer]()
+        self._policies: dict[str, CompiledPolicy] = {n: compile_policy(p) for n, p in config.policies.items()}
+        self.fingerprints = {name: fingerprint(config, name, revisions) for name in config.releases}
+        self._background: set[asyncio.Task[None]] = set()
+        self.inflight = 0
+        self.draining = False
+
+    async def run(self, call: Call, ticket: Ticket) -> AsyncGenerator[Delta, None]:
+        """Steps 2 to 8 and 10. The first Delta comes when the answer has begun; errors before it have a status."""
+        record = ticket.record
+        with self._seat():
+            with record.step("admit"):
+                caller = self._tenants.identify(call.authorization)
+                record.tenant = caller.tenant
+                self._require(caller, call.body.model)
+                tokens = estimate_tokens(call.body, self._config)
+                reservation = ticket.reservation = await self._limits.reserve(caller.tenant, caller.limits, tokens)
+            try:
+                with record.step("route"):
+                    candidates = self._route(call, record)
+                async for delta in self._first_that_answers(call, candidates, record):
+                    yield delta
+            finally:
+                self._later(self._limits.settle(reservation, _used(record)))
+
+    async def _first_that_answers(
+        self, call: Call, candidates: list[Served], record: Record
+    ) -> AsyncGenerator[Delta, None]:
+        """Falls back to the next candidate until one has begun; never after that."""
+        for served, following in zip(candidates, [*candidates[1:], None], strict=True):
+            started = False
+            try:
+                async with aclosing(self._answer(call, served, record)) as deltas:
+                    async for delta in deltas:
+                        started = True
+                        yield delta
+                return
+            except (EngineUnavailable, Overloaded, UpstreamError):
+                if started or following is None:
+                    raise
+                record.fallbacks.append((served.tier, following.tier))
+
+    async def _answer(self, call: Call, served: Served, record: Record) -> AsyncGenerator[Delta, None]:
+        """One release's answer: from the cache, or from its engine through the guardrails."""
+        release = self._config.releases[served.release]
+        policy = self._policies[release.policy]
+        record.tier, record.release, record.experiment = served.tier, served.release, served.experiment
+        sampling = call.body.sampling(release.sampling)
+        with record.step("assemble"):
+            messages = assemble(self._config.prompts[release.prompt], call.body.request_messages())
+        with record.step("guard_input"):
+            messages = self._guard_input(policy, messages, record)
+        with record.step("cache"):
+            question = self._question(call, served.release, messages, sampling, record)
+            answer = await self._look_up(question, record)
+        if answer is not None:
+            deltas = _replay(answer)
+        else:
+            request = Request(call.id, messages, sampling, record.tenant, dict(call.trace))
+            deltas = _timed(self._engines[release.model].generate(request), record)
+        pieces: list[str] = []
+        with record.step("generate"):
+            async with aclosing(stream.watch(deltas, policy.output, _noter(record, "output"))) as watched:
+                async for delta in watched:
+                    pieces.append(delta.text)
+                    if delta.finish_reason:
+                        self._finish(delta, served, record)
+                        if question is not None and answer is None:
+                            self._store(question, pieces, delta)
+                    yield delta
+
+    @contextmanager
+    def _seat(self) -> Iterator[None]:
+        """A bounded number of requests at a time; the next one is told to come again."""
+        if self.draining:
+            raise ShuttingDown("This gateway is shutting down.", retry_after_s=1.0)
+        if self.inflight >= self._config.gateway.max_inflight:
+            raise Overloaded("The gateway is full; try again later.", retry_after_s=1.0)
+        self.inflight += 1
+        telemetry.INFLIGHT.inc()
+        try:
+            yield
+        finally:
+            self.inflight -= 1
+            telemetry.INFLIGHT.dec()
+
+    def _require(self, caller: Caller, model: str) -> None:
+        if model != AUTO and model not in self._config.tiers and model not in self._config.releases:
+            known = ", ".join(name for name in self.models() if caller.may_ask(name))
+            raise ModelNotFound(f"There is no model {model!r}; there are: {known}.", param="model")
+        caller.require(model)
+
+    def _route(self, call: Call, record: Record) -> list[Served]:
+        """Where the request goes first, and where it may fall back to: only the router's choice may be replaced."""
+        snapshot, config, asked = self._snapshot(), self._config, call.body.model
+        record.asked, record.epoch = asked, snapshot.epoch
+        unit = call.body.unit or call.id
+        if asked in config.releases:
+            record.route_reason = "release"
+            return [Served(tier_of_release(config, asked), asked)]
+        chosen = Route(asked, "tier") if asked in config.tiers else self._score(call.body)
+        record.route_reason, record.score = chosen.reason, chosen.score
+        others = [tier for tier in config.tiers if tier != chosen.tier] if asked == AUTO else []
+        return [serve(config, snapshot, tier, unit) for tier in (chosen.tier, *others)]
+
+    def _score(self, body: ChatRequest) -> Route:
+        query = next((m.message().content for m in reversed(body.messages) if m.role == "user"), "")
+        turns = sum(message.role == "user" for message in body.messages)
+        return route(self._scorer.score(query, turns), self._config.router.threshold, list(self._config.tiers))
+
+    def _guard_input(
+        self, policy: CompiledPolicy, messages: tuple[Message, ...], record: Record
+    ) -> tuple[Message, ...]:
+        checked, verdicts = policy.check_messages(messages)
+        for verdict in verdicts:
+            _noter(record, "input")(verdict)
+        blocked = next((verdict for verdict in verdicts if verdict.action == "block"), None)
+        if blocked is not None:
+            raise ContentBlocked(f"The request was refused by the rule {blocked.rule!r}.", param="messages")
+        return checked
+
+    def _question(
+        self, call: Call, release: str, messages: tuple[Message, ...], sampling: SamplingParams, record: Record
+    ) -> Question | None:
+        """None when this request has nothing to do with the cache."""
+        mode = call.body.cache.mode if call.body.cache else self._config.cache.mode
+        if self._config.cache.mode == "off" or call.no_cache or not exact.cacheable(mode, sampling):
+            return None
+        salt = call.body.cache_salt or ""
+        return Question(record.tenant, self.fingerprints[release], messages, sampling, salt)
+
+    async def _look_up(self, question: Question | None, record: Record) -> Answer | None:
+        answer = await self._cache.get(question) if question is not None else None
+        record.cache = "bypass" if question is None else "miss" if answer is None else "hit"
+        return answer
+
+    def _store(self, question: Question, pieces: list[str], last: Delta) -> None:
+        """Only whole answers that passed the guardrails."""
+        if last.finish_reason in ("stop", "length") and last.usage is not None:
+            answer = Answer(tuple(piece for piece in pieces if piece), last.finish_reason, last.usage)
+            self._later(self._cache.put(question, answer))
+
+    def _finish(self, delta: Delta, served: Served, record: Record) -> None:
+        record.usage, record.finish_reason = delta.usage, delta.finish_reason or ""
+        if delta.usage is not None and served.tier and record.cache != "hit":
+            record.cost_dollars = cost(delta.usage, self._config.tiers[served.tier].price)
+
+    def models(self) -> list[str]:
+        """Everything a client may ask for."""
+        return [AUTO, *self._config.tiers, *self._config.releases]
+
+    def models_for(self, authorization: str) -> list[str]:
+        caller = self._tenants.identify(authorization)
+        return [name for name in self.models() if caller.may_ask(name)]
+
+    async def settled(self) -> None:
+        """Returns when what was left for later has been done."""
+        while self._background:
+            await asyncio.wait(self._background)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        """After the answer, not before it: the client does not wait for the books."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+async def _replay(answer: Answer) -> AsyncGenerator[Delta, None]:
+    for delta in answer.deltas():
+        yield delta
+
+
+async def _timed(deltas: AsyncGenerator[Delta, None], record: Record) -> AsyncGenerator[Delta, None]:
+    """Adds the time that was spent waiting for the engine to the record."""
+    async with aclosing(deltas):
+        while True:
+            asked = time.time_ns()
+            try:
+                delta = await anext(deltas)
+            except StopAsyncIteration:
+                return
+            finally:
+                record.engine_ns += time.time_ns() - asked
+            record.engine_deltas += 1
+            yield delta
+
+
+def _noter(record: Record, stage: Stage) -> Callable[[Verdict], None]:
+    def note(verdict: Verdict) -> None:
+        record.verdicts += [VerdictNote(stage, finding.action, finding.rule) for finding in verdict.findings]
+
+    return note
+
+
+def _used(record: Record) -> int:
+    """Tokens that count against the limits: none for an answer from the cache, what came out of one that broke off."""
+    if record.cache == "hit":
+        return 0
+    return record.usage.total_tokens if record.usage else record.engine_deltas
+
+
+def estimate_tokens(body: ChatRequest, config: Config) -> int:
+    """What the request may use at most, roughly: its text and the longest answer it allows."""
+    prompt = sum(len(message.message().content) // CHARS_PER_TOKEN + 4 for message in body.messages)
+    answer = body.max_completion_tokens or body.max_tokens
+    return prompt + (answer or max(release.sampling.max_completion_tokens for release in config.releases.values()))
+
+
+def cost(usage: Usage, price: Price) -> float:
+    """US dollars; prices are a million tokens."""
+    return (usage.prompt_tokens * price.input + usage.completion_tokens * price.output) / 1e6
+
+
+def fingerprint(config: Config, release: str, revisions: Mapping[str, str]) -> str:
+    """Changes whenever the release would answer differently: weights, precision, prompt, policy."""
+    pinned = config.releases[release]
+    model = config.models[pinned.model]
+    parts: list[Any] = [
+        release,
+        pinned.model,
+        revisions[pinned.model],
+        model.dtype,
+        config.prompts[pinned.prompt].model_dump(),
+        config.policies[pinned.policy].model_dump(),
+    ]
+    return "fp_" + hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+
+
+def without_text(error: BaseException) -> str:
+    """A name for metrics and traces; never the text, which may quote the request."""
+    return error.code if isinstance(error, GearshiftError) else type(error).__name__

@@ -1,0 +1,161 @@
+"""The gateway's end of the wire: an `Engine` whose work is done by the replicas of one model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from pathlib import Path
+
+from gearshift.deployments.wire import Abort, Draining, Failed, Outbox, Piece, Stats, Submit, read_to_gateway
+from gearshift.platform.errors import EngineUnavailable, GearshiftError, Overloaded
+from gearshift.platform.request import Delta, EngineStats, Request
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 2.0
+
+
+class Replica:
+    """One connection to one engine replica, shared by all requests this gateway has there."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._outbox = Outbox(writer)
+        self._streams: dict[str, asyncio.Queue[Delta | GearshiftError]] = {}
+        self._reading = asyncio.create_task(self._read(reader))
+        self.stats = EngineStats()
+        self.draining = False
+        self.connected = True
+
+    @classmethod
+    async def connect(cls, path: Path) -> Replica:
+        return cls(*await asyncio.open_unix_connection(path))
+
+    @property
+    def usable(self) -> bool:
+        return self.connected and not self.draining
+
+    @property
+    def load(self) -> int:
+        """Requests there: what it last told, or what we know we sent since."""
+        return max(len(self._streams), self.stats.running + self.stats.waiting)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        if not self.connected:
+            raise _lost()
+        inbox: asyncio.Queue[Delta | GearshiftError] = asyncio.Queue()
+        self._streams[request.id] = inbox
+        self._outbox.send(Submit(request))
+        try:
+            while True:
+                item = await inbox.get()
+                if isinstance(item, GearshiftError):
+                    raise item
+                yield item
+                if item.finish_reason:
+                    return
+        finally:
+            if self._streams.pop(request.id, None) is not None and self.connected:
+                self._outbox.send(Abort(request.id))
+
+    def close(self) -> None:
+        self._reading.cancel()
+        self._lose()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while (messages := await read_to_gateway(reader)) is not None:
+                for message in messages:
+                    self._take(message)
+        finally:
+            self._lose()
+
+    def _take(self, message: Piece | Failed | Stats | Draining) -> None:
+        match message:
+            case Piece(request_id, delta):
+                inbox = self._streams.pop(request_id, None) if delta.finish_reason else self._streams.get(request_id)
+                if inbox is not None:
+                    inbox.put_nowait(delta)
+            case Failed(request_id):
+                if (inbox := self._streams.pop(request_id, None)) is not None:
+                    inbox.put_nowait(message.exception())
+            case Stats(stats):
+                self.stats = stats
+            case Draining():
+                self.draining = True
+
+    def _lose(self) -> None:
+        """The replica is gone: everybody who waits for it learns so at once."""
+        self.connected = False
+        self._outbox.close()
+        streams, self._streams = self._streams, {}
+        for inbox in streams.values():
+            inbox.put_nowait(_lost())
+
+
+def _lost() -> EngineUnavailable:
+    return EngineUnavailable("The replica that worked on the request is gone.", retry_after_s=RETRY_AFTER_S)
+
+
+class RemoteEngine:
+    """The Engine protocol over the replicas of one model. Owns the connections.
+
+    A request that has produced nothing yet moves on to another replica when its own is lost or full.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._replicas: dict[Path, Replica] = {}
+
+    @property
+    def ready(self) -> bool:
+        return any(replica.usable for replica in self._replicas.values())
+
+    async def refresh(self, paths: Iterable[Path]) -> None:
+        """Connects to replicas that are new. One that is no longer listed stays while its connection does: the
+        connection itself is the best proof of life."""
+        for path in [path for path, replica in self._replicas.items() if not replica.connected]:
+            del self._replicas[path]
+        for path in paths:
+            if path not in self._replicas:
+                try:
+                    self._replicas[path] = await Replica.connect(path)
+                except OSError:
+                    log.debug("%s: replica at %s does not answer", self._model, path)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        tried: set[Replica] = set()
+        failure: GearshiftError = EngineUnavailable("No replica of this model is up.", retry_after_s=RETRY_AFTER_S)
+        while (replica := self._choose(tried)) is not None:
+            tried.add(replica)
+            started = False
+            try:
+                async with aclosing(replica.generate(request)) as deltas:
+                    async for delta in deltas:
+                        started = True
+                        yield delta
+                return
+            except (EngineUnavailable, Overloaded) as error:
+                if started:
+                    raise
+                failure = error
+        raise failure
+
+    def stats(self) -> EngineStats:
+        each = [replica.stats for replica in self._replicas.values() if replica.connected]
+        return EngineStats(
+            **{name: sum(getattr(stats, name) for stats in each) for name in EngineStats.__dataclass_fields__}
+        )
+
+    async def close(self) -> None:
+        for replica in self._replicas.values():
+            replica.close()
+
+    def _choose(self, tried: set[Replica]) -> Replica | None:
+        """The less loaded of two picked at random (Mitzenmacher 2001, "the power of two choices")."""
+        usable = [replica for replica in self._replicas.values() if replica.usable and replica not in tried]
+        if not usable:
+            return None
+        return min(random.sample(usable, min(2, len(usable))), key=lambda replica: replica.load)

@@ -1,0 +1,108 @@
+"""Messages between a gateway and an engine replica, by direction of travel, and how they are framed.
+
+One stream socket a pair carries all requests of that pair; what one engine step yields travels in one frame. A frame is
+a 4-byte big-endian length and a MessagePack list of messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+import msgspec
+
+from gearshift.platform.errors import EngineUnavailable, GearshiftError, all_errors, public
+from gearshift.platform.request import Delta, EngineStats, Request
+
+MAX_FRAME_BYTES = 64 * 1024**2
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
+    request: Request
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    id: str
+
+
+class Piece(msgspec.Struct, tag="piece", array_like=True, frozen=True):
+    id: str
+    delta: Delta
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
+    """The request has ended with an error; `error` is the name of its class."""
+
+    id: str
+    error: str
+    message: str
+    param: str | None
+    retry_after_s: float | None
+
+    @classmethod
+    def of(cls, request_id: str, error: BaseException) -> Failed:
+        shown = public(error)
+        return cls(request_id, type(shown).__name__, shown.message, shown.param, shown.retry_after_s)
+
+    def exception(self) -> GearshiftError:
+        kind = all_errors().get(self.error, EngineUnavailable)
+        return kind(self.message, self.param, self.retry_after_s)
+
+
+class Stats(msgspec.Struct, tag="stats", array_like=True, frozen=True):
+    stats: EngineStats
+
+
+class Draining(msgspec.Struct, tag="draining", array_like=True, frozen=True):
+    """Finishes what it has; send nothing new."""
+
+
+ToEngine = Submit | Abort
+ToGateway = Piece | Failed | Stats | Draining
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine]).decode
+_decode_to_gateway = msgspec.msgpack.Decoder(list[ToGateway]).decode
+
+
+class Outbox:
+    """Collects messages and writes those of one turn of the event loop as one frame."""
+
+    HEADER_BYTES: ClassVar[int] = 4
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._messages: list[ToEngine | ToGateway] = []
+
+    def send(self, message: ToEngine | ToGateway) -> None:
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._messages.append(message)
+
+    def _flush(self) -> None:
+        frame = _encode(self._messages)
+        self._messages.clear()
+        if not self._writer.is_closing():
+            self._writer.write(len(frame).to_bytes(self.HEADER_BYTES, "big") + frame)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """None when the peer is gone."""
+    try:
+        length = int.from_bytes(await reader.readexactly(Outbox.HEADER_BYTES), "big")
+        return await reader.readexactly(length) if length <= MAX_FRAME_BYTES else None
+    except (asyncio.IncompleteReadError, OSError):
+        return None
+
+
+async def read_to_engine(reader: asyncio.StreamReader) -> list[ToEngine] | None:
+    frame = await _read_frame(reader)
+    return None if frame is None else _decode_to_engine(frame)
+
+
+async def read_to_gateway(reader: asyncio.StreamReader) -> list[ToGateway] | None:
+    frame = await _read_frame(reader)
+    return None if frame is None else _decode_to_gateway(frame)

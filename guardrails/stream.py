@@ -1,0 +1,78 @@
+"""The output guardrail on a stream: no character leaves before its verdict.
+
+Text is held back only where it may still become part of a finding: the last word, a run of digits, the beginning of a
+listed term. So most text waits for the end of its word and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from gearshift.guardrails.chain import Chain
+from gearshift.guardrails.verdict import Verdict
+from gearshift.platform.request import Delta
+
+WINDOW_CHARS = 256
+"""Longest run that is held when nothing was found in it. Every pattern shows itself within fewer characters."""
+
+
+class Window:
+    """Sans I/O: text goes in, text that may be sent comes out."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._held = ""
+
+    def push(self, text: str) -> Verdict:
+        self._held += text
+        if not self._chain.links:
+            return self._release(len(self._held))
+        return self._release(self._safe_end())
+
+    def flush(self) -> Verdict:
+        return self._release(len(self._held))
+
+    def _safe_end(self) -> int:
+        """How much of the held text can be decided now. A rule that raises decides at once: the check will block."""
+        text, links = self._held, self._chain.links
+        try:
+            opened = min(link.rule.open_from(text) for link in links)
+            found = [span for link in links for span in link.rule.find(text)]
+        except Exception:
+            return len(text)
+        # a run longer than anything undecided needs lets go of its beginning
+        end = max(opened, len(text) - WINDOW_CHARS)
+        for span in sorted(found, reverse=True):  # never cut into a finding that may still grow
+            if span.start < end and span.end >= opened:
+                end = span.start
+        return end
+
+    def _release(self, end: int) -> Verdict:
+        verdict = self._chain.check(self._held[:end])
+        self._held = self._held[end:]
+        return verdict
+
+
+async def watch(
+    deltas: AsyncGenerator[Delta, None], chain: Chain, note: Callable[[Verdict], None]
+) -> AsyncGenerator[Delta, None]:
+    """Passes on what the chain allows. A block ends the stream with `content_filter`, and closes what is below."""
+    window = Window(chain)
+    async with aclosing(deltas):
+        async for delta in deltas:
+            verdict = window.push(delta.text)
+            text = verdict.text
+            if delta.finish_reason and verdict.action != "block":
+                rest = window.flush()
+                text += rest.text
+                if rest.action != "allow":
+                    note(rest)
+                verdict = rest if rest.action == "block" else verdict
+            if verdict.action != "allow":
+                note(verdict)
+            if verdict.action == "block":
+                yield Delta(text, "content_filter", delta.usage)
+                return
+            if text or delta.finish_reason:
+                yield Delta(text, delta.finish_reason, delta.usage)

@@ -1,0 +1,96 @@
+"""The one boundary to Redis. A server that is slow or away costs a request at most one timeout, and then nothing for a
+while: the breaker is open, and every call answers `StoreAway` at once."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+log = logging.getLogger(__name__)
+
+BREAKER_S = 1.0
+
+
+class StoreAway(Exception):
+    """Redis did not answer. Callers have a plan for it: a cache misses, limits follow `on_loss`."""
+
+
+class Store:
+    """Owns the connections. Values are bytes; every key is under the deployment's namespace."""
+
+    def __init__(self, url: str, namespace: str, timeout_s: float) -> None:
+        self.namespace = namespace
+        self._client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 1),
+            max_connections=512,
+        )
+        self._listen_url = url
+        self._open_until = 0.0
+        self._shas: dict[str, str] = {}
+
+    def key(self, *parts: str) -> str:
+        return ":".join((self.namespace, *parts))
+
+    async def get(self, key: str) -> bytes | None:
+        value: bytes | None = await self._call("GET", key)
+        return value
+
+    async def set(self, key: str, value: bytes, ttl_s: float) -> None:
+        await self._call("SET", key, value, "PX", int(ttl_s * 1000))
+
+    async def hash_set(self, key: str, field: str, value: bytes) -> None:
+        await self._call("HSET", key, field, value)
+
+    async def hash_delete(self, key: str, field: str) -> None:
+        await self._call("HDEL", key, field)
+
+    async def hash_all(self, key: str) -> dict[str, bytes]:
+        found: dict[bytes, bytes] = await self._call("HGETALL", key)
+        return {name.decode(): value for name, value in found.items()}
+
+    async def script(self, lua: str, keys: list[str], *args: str | int | float | bytes) -> Any:
+        """Runs a Lua script by its hash, or with its text when the server does not know it (any more)."""
+        sha = self._shas.setdefault(lua, hashlib.sha1(lua.encode(), usedforsecurity=False).hexdigest())
+        try:
+            return await self._call("EVALSHA", sha, len(keys), *keys, *args)
+        except NoScriptError:
+            return await self._call("EVAL", lua, len(keys), *keys, *args)
+
+    async def listen(self, channel: str) -> AsyncGenerator[bytes, None]:
+        """Messages of a channel, for as long as the connection lasts. Raises `StoreAway` when it breaks."""
+        client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(self._listen_url)
+        try:
+            async with aclosing(client), client.pubsub() as channels:
+                await channels.subscribe(channel)
+                async for message in channels.listen():
+                    if message["type"] == "message":
+                        yield message["data"]
+        except (RedisError, OSError) as error:
+            raise StoreAway(str(error)) from error
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _call(self, *command: Any) -> Any:
+        if time.monotonic() < self._open_until:
+            raise StoreAway("Redis is away")
+        try:
+            return await self._client.execute_command(*command)  # type: ignore[no-untyped-call] -- redis-py has no types there
+        except NoScriptError:
+            raise
+        except (RedisError, OSError) as error:
+            self._open_until = time.monotonic() + BREAKER_S
+            log.warning("Redis is away: %s", error)
+            raise StoreAway(str(error)) from error

@@ -1,0 +1,249 @@
+"""The deployment config: the words of it, and nothing else. Read once, checked completely, frozen, handed out in parts.
+
+How a file becomes one of these, with errors that point at lines, is config_file.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+AUTO = "auto"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Upstream(Section):
+    """Any OpenAI-compatible server."""
+
+    base_url: Annotated[str, StringConstraints(pattern=r"^https?://")]
+    model: str
+    """The name that server knows the model by."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key; the key itself is never in the file."""
+    connect_timeout_s: Seconds = 5.0
+    read_timeout_s: Seconds = 120.0
+
+
+class Echo(Section):
+    """A model of no intelligence: answers with the user's own words. For trying a config out, and for benchmarks."""
+
+    delay_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds between two words."""
+
+
+class Model(Section):
+    """A version of weights and how its engine runs. Exactly one of `source`, `upstream`, `echo`."""
+
+    source: str | None = None
+    upstream: Upstream | None = None
+    echo: Echo | None = None
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    threads: Count | None = None
+    """CPU threads of one replica; unset leaves it to torch."""
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    max_model_len: Count | None = None
+    """Longest context in tokens; unset takes the model's own."""
+    kv_cache_memory: ByteSize = ByteSize(512 * 1024**2)
+    block_size: Count = 16
+    max_num_seqs: Count = 16
+    max_num_batched_tokens: Count = 512
+    max_queued_requests: Annotated[int, Field(ge=0)] = 64
+    replicas: Count = 1
+
+    @field_validator("kv_cache_memory", mode="before")
+    @classmethod
+    def _size(cls, value: object) -> object:
+        return ByteSize._validate(value, None) if isinstance(value, str) else value  # type: ignore[arg-type]
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if sum(origin is not None for origin in (self.source, self.upstream, self.echo)) != 1:
+            raise ValueError("needs exactly one of source, upstream, echo")
+        return self
+
+
+class Prompt(Section):
+    version: Count = 1
+    system: str = ""
+
+
+class Rule(Section):
+    """One rule of a policy. `terms` belongs to the blocklist."""
+
+    rule: Literal["secrets", "email", "card", "blocklist"]
+    stages: Annotated[list[Literal["input", "output"]], Field(min_length=1)] = ["input", "output"]
+    action: Literal["redact", "block"] = "redact"
+    terms: list[Annotated[str, StringConstraints(min_length=2)]] = []
+
+    @model_validator(mode="after")
+    def _terms_where_they_belong(self) -> Self:
+        if (self.rule == "blocklist") != bool(self.terms):
+            raise ValueError("terms: the blocklist needs some, and no other rule takes any")
+        return self
+
+
+class Policy(Section):
+    version: Count = 1
+    rules: list[Rule] = []
+
+
+class SamplingDefaults(Section):
+    """Used where the request is silent."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_completion_tokens: Count = 512
+
+
+class Release(Section):
+    """What is cached, tested, compared and rolled back: model x prompt x policy x sampling defaults, all pinned."""
+
+    model: Name
+    prompt: Name
+    policy: Name
+    sampling: SamplingDefaults = SamplingDefaults()
+
+
+class Experiment(Section):
+    """Arms are releases with weights; a unit (user) always sees the same arm while the weights stay."""
+
+    arms: Annotated[dict[Name, Annotated[float, Field(ge=0)]], Field(min_length=1)]
+    salt: str = ""
+
+    @model_validator(mode="after")
+    def _some_weight(self) -> Self:
+        if sum(self.arms.values()) <= 0:
+            raise ValueError("arms: at least one weight must be above 0")
+        return self
+
+
+class Price(Section):
+    """US dollars a million tokens; what routing saves is counted with it."""
+
+    input: Annotated[float, Field(ge=0)] = 0.0
+    output: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Tier(Section):
+    """Served by a release or by an experiment. Tiers are listed from cheap to expensive."""
+
+    release: Name | None = None
+    experiment: Name | None = None
+    price: Price = Price()
+
+    @model_validator(mode="after")
+    def _one_server(self) -> Self:
+        if (self.release is None) == (self.experiment is None):
+            raise ValueError("needs exactly one of release, experiment")
+        return self
+
+
+class Router(Section):
+    """A query whose score reaches the threshold goes to the most expensive tier, any other to the cheapest."""
+
+    scorer: Literal["features", "random"] = "features"
+    threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+
+class Cache(Section):
+    """`deterministic`: only answers that would come out the same again (temperature 0 or a seed)."""
+
+    mode: Literal["off", "deterministic", "all"] = "deterministic"
+    ttl_s: Seconds = 3600.0
+    max_answer_bytes: Annotated[int, Field(ge=1)] = 262144
+
+
+class Limits(Section):
+    """A minute's allowance, refilled continuously; unset is unlimited."""
+
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+
+
+class Tenant(Section):
+    """`keys` are SHA-256 digests of API keys, as `gearshift keys new` prints them."""
+
+    keys: list[Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]] = []
+    open: bool = False
+    """Requests without a known key belong to this tenant. For a laptop, not for production."""
+    models: Annotated[list[str], Field(min_length=1)] = ["*"]
+    """What the tenant may ask for: names of tiers and releases, `auto`, or `*` for all."""
+    limits: Limits = Limits()
+
+
+class Redis(Section):
+    """Without an address a server is started as a child of `gearshift serve`."""
+
+    url: Annotated[str, StringConstraints(pattern=r"^(redis|rediss|unix)://")] | None = None
+    url_env: str | None = None
+    """Environment variable with the address, for one that holds a password."""
+    namespace: Name = "gearshift"
+    timeout_s: Seconds = 0.5
+    on_loss: Literal["allow", "deny"] = "allow"
+    """What limits do while Redis is away."""
+
+
+class Gateway(Section):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    replicas: Count = 1
+    max_inflight: Count = 256
+    """Requests one replica works on at a time; the next gets a 429 with Retry-After."""
+    max_body_bytes: Count = 4 * 1024**2
+    request_timeout_s: Seconds = 300.0
+    drain_timeout_s: Seconds = 30.0
+
+
+class Admin(Section):
+    """Routes for operators, apart from the product's."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8001
+    token_env: str | None = None
+    """Environment variable with a bearer token; without one, listen on loopback only."""
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        if self.token_env is None and self.host not in ("127.0.0.1", "::1", "localhost"):
+            raise ValueError("host: other than loopback needs token_env")
+        return self
+
+
+class Telemetry(Section):
+    traces: Literal["off", "console", "file", "otlp"] = "off"
+    traces_path: str = "gearshift-traces.jsonl"
+    """For `file`: one span a line, as JSON."""
+    otlp_endpoint: str = "http://127.0.0.1:4318/v1/traces"
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    records: Literal["off", "stdout", "file"] = "off"
+    records_path: str = "gearshift-requests.jsonl"
+
+
+class Config(Section):
+    models: Annotated[dict[Name, Model], Field(min_length=1)]
+    prompts: dict[Name, Prompt]
+    policies: dict[Name, Policy]
+    releases: Annotated[dict[Name, Release], Field(min_length=1)]
+    experiments: dict[Name, Experiment] = {}
+    tiers: Annotated[dict[Name, Tier], Field(min_length=1)]
+    router: Router = Router()
+    cache: Cache = Cache()
+    tenants: Annotated[dict[Name, Tenant], Field(min_length=1)]
+    redis: Redis = Redis()
+    gateway: Gateway = Gateway()
+    admin: Admin = Admin()
+    telemetry: Telemetry = Telemetry()
+
+    def releases_of(self, tier: str) -> list[str]:
+        """Every release that may serve the tier."""
+        served = self.tiers[tier]
+        return [served.release] if served.release else list(self.experiments[served.experiment or ""].arms)

@@ -1,0 +1,82 @@
+"""EchoEngine: answers with the words of the last user message. A part of the product, for tests, trials and benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from itertools import cycle, islice
+
+from gearshift.platform.errors import ContextLengthExceeded, EngineUnavailable, GearshiftError, Overloaded, ShuttingDown
+from gearshift.platform.request import Delta, EngineStats, Request, Usage
+
+
+class EchoEngine:
+    """A word is a token. With `ignore_eos` the words repeat until `max_tokens`.
+
+    `fail_after` makes every answer break after so many words, with `failure`.
+    """
+
+    def __init__(
+        self,
+        delay_s: float = 0.0,
+        max_running: int = 256,
+        max_model_len: int = 8192,
+        fail_after: int | None = None,
+        failure: GearshiftError | None = None,
+    ) -> None:
+        self._delay_s = delay_s
+        self._max_running = max_running
+        self._max_len = max_model_len
+        self._fail_after = fail_after
+        self._failure = failure or EngineUnavailable("The replica that worked on the request is gone.")
+        self._closed = False
+        self._running = self._steps = self._prompt_tokens = self._generation_tokens = self._aborted = 0
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        if self._closed:
+            raise ShuttingDown("The model is shutting down.")
+        if self._running >= self._max_running:
+            raise Overloaded("The model's queue is full; try again later.", retry_after_s=1.0)
+        prompt = sum(len(message.content.split()) for message in request.messages)
+        if prompt >= self._max_len:
+            raise ContextLengthExceeded(
+                f"The context holds {self._max_len} tokens, the messages have {prompt}.", "messages"
+            )
+        self._running += 1
+        self._prompt_tokens += prompt
+        finished = False
+        try:
+            count = 0
+            words = _words(request)
+            total = len(words) if request.sampling.max_tokens is None else request.sampling.max_tokens
+            for word in islice(cycle(words) if request.sampling.ignore_eos else iter(words), total):
+                await asyncio.sleep(self._delay_s)
+                if count == self._fail_after:
+                    raise self._failure
+                yield Delta(word if count == 0 else f" {word}")
+                count += 1
+                self._steps += 1
+                self._generation_tokens += 1
+            ended = "stop" if count == len(words) and not request.sampling.ignore_eos else "length"
+            finished = True
+            yield Delta("", "stop" if ended == "stop" else "length", Usage(prompt, count))
+        finally:
+            self._running -= 1
+            self._aborted += not finished
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=self._running,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            aborted=self._aborted,
+        )
+
+    async def close(self) -> None:
+        self._closed = True
+
+
+def _words(request: Request) -> list[str]:
+    texts: Iterator[str] = (message.content for message in reversed(request.messages) if message.role == "user")
+    return next(texts, "").split() or ["…"]

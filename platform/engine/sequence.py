@@ -1,0 +1,62 @@
+"""One request inside the engine, and the values that scheduler and runner pass each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gearshift.platform.request import FinishReason, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Token ids of one request and how many of them have keys and values in the cache. Owned by the scheduler."""
+
+    id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        split = len(self.prompt_ids)
+        return self.prompt_ids[start:end] + self.output_ids[max(0, start - split) : max(0, end - split)]
+
+    def finish_reason(self) -> FinishReason | None:
+        """Whether the newest token is the last one."""
+        if len(self.output_ids) >= self.sampling.min_tokens and self.output_ids[-1] in self.stop_ids:
+            return "stop"
+        return "length" if len(self.output_ids) >= self.max_tokens else None
+
+
+class Chunk(NamedTuple):
+    """Compute tokens [start, end) of a sequence in this step."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        """The chunk reaches the end of what is known, so the step yields the next token."""
+        return self.end == self.sequence.num_tokens
+
+
+Step = tuple[Chunk, ...]
+"""What the scheduler decided; the runner computes it."""
+
+
+class Token(NamedTuple):
+    """What a step gave one sequence. `finish_reason` is set on the last."""
+
+    sequence: Sequence
+    id: int
+    finish_reason: FinishReason | None

@@ -1,0 +1,281 @@
+"""OpenAI's wire format: what comes in is checked here, what goes out is written here, and nobody else knows it.
+
+A field that we do not serve yet is an error that names it, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gearshift.platform.config import SamplingDefaults
+from gearshift.platform.errors import InvalidRequest, UnsupportedParameter
+from gearshift.platform.request import Delta, FinishReason, JsonObject, Message, Role, SamplingParams, Usage
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "moderation": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "store": (False,),
+    "priority": (0,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "structured_outputs": (),
+}
+"""Fields of the API that are not served yet, with the values that ask for nothing; null always is one."""
+
+SAMPLING_FIELDS = (
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Fields that are passed on under their own name when the request has them."""
+
+HARMLESS = ("metadata", "prompt_cache_key")
+"""Accepted and without effect on the answer."""
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TextPart(_Wire):
+    type: Literal["text"]
+    text: str
+
+
+class WireMessage(_Wire):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None
+    name: str | None = None
+    refusal: str | None = None
+
+    def message(self) -> Message:
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        role: Role = self.role
+        return Message(role, content or "", self.name)
+
+
+class StreamOptions(_Wire):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class CacheControl(_Wire):
+    """Gearshift's extension: whether this answer may come from the cache and go into it."""
+
+    mode: Literal["off", "deterministic", "all"]
+
+
+class ChatRequest(_Wire):
+    """Body of `POST /v1/chat/completions`."""
+
+    MAX_STOPS: ClassVar[int] = 16
+
+    model: str
+    messages: Annotated[list[WireMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    cache_salt: str | None = None
+    cache: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        kept = {}
+        for name, value in body.items():
+            if name in HARMLESS:
+                continue
+            if name not in NEUTRAL:
+                kept[name] = value
+            elif value is not None and value not in NEUTRAL[name]:
+                raise UnsupportedParameter(f"{name!r} is not supported yet; leave it out.", param=name)
+        return kept
+
+    def request_messages(self) -> tuple[Message, ...]:
+        return tuple(message.message() for message in self.messages)
+
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
+        """The request's wishes over the release's defaults."""
+        wished = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if wished.get("top_k") == -1:  # vLLM's way to say "off"
+            wished["top_k"] = 0
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(
+            max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_completion_tokens,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            stop=tuple(text for text in stop if text),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            **wished,
+        )
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def unit(self) -> str | None:
+        """Who asks, as far as experiments are concerned."""
+        return self.safety_identifier or self.user
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Raises `InvalidRequest` (with the field's path in `param`) or `UnsupportedParameter`."""
+    try:
+        return ChatRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"The body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
+    if first["type"] == "extra_forbidden":
+        return UnsupportedParameter(f"Unknown field {param!r}; check the spelling, or leave it out.", param=param)
+    if first["type"] == "missing":
+        return InvalidRequest(f"The field {param!r} is missing.", param=param)
+    return InvalidRequest(f"{param or 'body'}: {first['msg'].removeprefix('Value error, ')}.", param=param or None)
+
+
+def _is_branch(part: str | int) -> bool:
+    """A union reports the branch it tried, which is not part of what the client wrote."""
+    return isinstance(part, str) and (part == "str" or part.startswith(("list[", "constrained-")))
+
+
+_json = msgspec.json.Encoder().encode
+
+
+def usage_object(usage: Usage) -> JsonObject:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What every part of one answer repeats."""
+
+    id: str
+    model: str
+    system_fingerprint: str
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
+def completion(identity: Identity, text: str, finish_reason: FinishReason, usage: Usage) -> bytes:
+    """The body of an answer that is not streamed."""
+    message = {"role": "assistant", "content": text, "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    return _json(
+        {
+            "id": identity.id,
+            "object": "chat.completion",
+            "created": identity.created,
+            "model": identity.model,
+            "choices": [choice],
+            "usage": usage_object(usage),
+            "system_fingerprint": identity.system_fingerprint,
+        }
+    )
+
+
+class ChunkWriter:
+    """Writes one stream's SSE events. What is the same in every chunk is encoded once."""
+
+    DONE: ClassVar[bytes] = b"data: [DONE]\n\n"
+
+    def __init__(self, identity: Identity, include_usage: bool) -> None:
+        head = {
+            "id": identity.id,
+            "object": "chat.completion.chunk",
+            "created": identity.created,
+            "model": identity.model,
+            "system_fingerprint": identity.system_fingerprint,
+        }
+        self._head = b"data: " + _json(head)[:-1]
+        self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._include_usage = include_usage
+        self._started = False
+
+    def events(self, delta: Delta) -> bytes:
+        """The events of one Delta: text, and on the last one the finish reason and the usage."""
+        parts = []
+        if delta.text or not self._started:
+            fields = {"content": delta.text} if self._started else {"role": "assistant", "content": delta.text}
+            parts.append(self._chunk(fields, None))
+            self._started = True
+        if delta.finish_reason:
+            parts.append(self._chunk({}, delta.finish_reason))
+            if self._include_usage:
+                usage = usage_object(delta.usage or Usage(0, 0))
+                parts.append(b'%b,"choices":[],"usage":%b}\n\n' % (self._head, _json(usage)))
+        return b"".join(parts)
+
+    def _chunk(self, fields: dict[str, str], finish_reason: str | None) -> bytes:
+        choice = {"index": 0, "delta": fields, "logprobs": None, "finish_reason": finish_reason}
+        return b'%b,"choices":[%b]%b' % (self._head, _json(choice), self._tail)
+
+
+def error_event(body: JsonObject) -> bytes:
+    """An error after the stream has begun; nothing follows it."""
+    return b"data: " + _json(body) + b"\n\n"
+
+
+def model_object(name: str, created: int) -> JsonObject:
+    return {"id": name, "object": "model", "created": created, "owned_by": "gearshift"}
+
+
+def encode(value: Any) -> bytes:
+    return _json(value)

@@ -1,0 +1,93 @@
+"""The nouns everybody shares: what is asked, how to sample, and what comes back. Frozen values, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+FinishReason = Literal["stop", "length", "content_filter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: Role
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. The defaults leave the model's distribution as it is.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `max_tokens` None means until the context is full.
+    `seed` makes a sampled answer repeatable whatever else is in the batch.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def deterministic(self) -> bool:
+        return self.temperature == 0 or self.seed is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation, as an engine sees it."""
+
+    id: str
+    messages: tuple[Message, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    tenant: str = ""
+    trace: dict[str, str] = field(default_factory=dict)
+    """W3C trace context of the caller (`traceparent`), empty when the request is not traced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next piece of an answer. The last one has a `finish_reason` and the `usage`; it may have no text."""
+
+    text: str
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine holds right now; all zero when it is idle. `steps` and the counters after it only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    aborted: int = 0
+
+
+JsonObject = dict[str, Any]

@@ -1,0 +1,283 @@
+"""What happened: one record a request, from which the metrics, the trace and the log line are all made.
+
+Names follow vLLM (engine series), OpenTelemetry GenAI semantic conventions v0.1.0 (status "development": the names are
+kept in this module alone), and `gearshift_*` for what is ours.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import msgspec
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    ConsoleSpanExporter,
+    SpanExporter,
+    SpanExportResult,
+)
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from prometheus_client import Counter, Gauge, Histogram
+
+from gearshift.platform.config import Telemetry
+from gearshift.platform.request import Usage
+
+# Buckets in seconds, as the conventions advise.
+DURATION_BUCKETS = [0.01 * 2**n for n in range(14)]
+TTFT_BUCKETS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
+PER_TOKEN_BUCKETS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]
+OVERHEAD_BUCKETS = [0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512]
+TOKEN_BUCKETS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+
+_ENGINE = ["model_name", "engine"]
+ENGINE_GAUGES = {
+    "running": Gauge("vllm:num_requests_running", "Requests in the batch", _ENGINE, multiprocess_mode="livesum"),
+    "waiting": Gauge("vllm:num_requests_waiting", "Requests in the queue", _ENGINE, multiprocess_mode="livesum"),
+    "kv_usage": Gauge(
+        "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _ENGINE, multiprocess_mode="livesum"
+    ),
+}
+ENGINE_COUNTERS = {
+    "preemptions": Counter("vllm:num_preemptions", "Sequences preempted", _ENGINE),
+    "prompt_tokens": Counter("vllm:prompt_tokens", "Prompt tokens taken in", _ENGINE),
+    "generation_tokens": Counter("vllm:generation_tokens", "Tokens generated", _ENGINE),
+}
+ENGINE_SUCCESS = Counter("vllm:request_success", "Requests finished", [*_ENGINE, "finished_reason"])
+ENGINE_TTFT = Histogram("vllm:time_to_first_token_seconds", "Seconds to the first token", _ENGINE, buckets=TTFT_BUCKETS)
+ENGINE_INTER_TOKEN = Histogram(
+    "vllm:inter_token_latency_seconds", "Seconds between tokens", _ENGINE, buckets=PER_TOKEN_BUCKETS
+)
+ENGINE_E2E = Histogram("vllm:e2e_request_latency_seconds", "Seconds in the engine", _ENGINE, buckets=DURATION_BUCKETS)
+ENGINE_REQUEST_PROMPT_TOKENS = Histogram(
+    "vllm:request_prompt_tokens", "Prompt tokens of a request", _ENGINE, buckets=TOKEN_BUCKETS
+)
+ENGINE_REQUEST_GENERATION_TOKENS = Histogram(
+    "vllm:request_generation_tokens", "Generated tokens of a request", _ENGINE, buckets=TOKEN_BUCKETS
+)
+
+_GEN_AI = ["gen_ai_operation_name", "gen_ai_request_model"]
+SERVER_DURATION = Histogram(
+    "gen_ai_server_request_duration_seconds", "Seconds from request to end of answer", _GEN_AI, buckets=DURATION_BUCKETS
+)
+SERVER_TTFT = Histogram(
+    "gen_ai_server_time_to_first_token_seconds", "Seconds to the first token sent", _GEN_AI, buckets=TTFT_BUCKETS
+)
+SERVER_PER_TOKEN = Histogram(
+    "gen_ai_server_time_per_output_token_seconds", "Seconds a token after the first", _GEN_AI, buckets=PER_TOKEN_BUCKETS
+)
+
+REQUESTS = Counter("gearshift_requests", "Requests ended", ["tenant", "tier", "release", "status"])
+TOKENS = Counter("gearshift_tokens", "Tokens of answers from engines", ["tenant", "release", "kind"])
+COST = Counter("gearshift_cost_dollars", "Price of the tokens", ["tenant", "tier"])
+CACHE = Counter("gearshift_cache", "Answers looked up", ["kind", "result"])
+ROUTES = Counter("gearshift_routes", "Routing decisions", ["tier", "reason"])
+VERDICTS = Counter("gearshift_guardrail_verdicts", "Guardrail verdicts other than allow", ["stage", "action", "rule"])
+FALLBACKS = Counter("gearshift_fallbacks", "Requests moved to another tier", ["from_tier", "to_tier"])
+OVERHEAD = Histogram(
+    "gearshift_overhead_seconds", "Seconds a request spent outside the engine", buckets=OVERHEAD_BUCKETS
+)
+INFLIGHT = Gauge("gearshift_inflight_requests", "Requests being worked on", multiprocess_mode="livesum")
+ABANDONED = Counter("gearshift_abandoned_requests", "Requests whose client went away")
+
+
+class StepTime(NamedTuple):
+    """A step of the pipeline; nanoseconds since the epoch."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+class VerdictNote(NamedTuple):
+    stage: str
+    action: str
+    rule: str
+
+
+@dataclass(slots=True)
+class Record:
+    """All that is known about one request. The pipeline owns it and fills it in; afterwards it is emitted once."""
+
+    request_id: str
+    started_ns: int = field(default_factory=time.time_ns)
+    tenant: str = ""
+    asked: str = ""
+    tier: str = ""
+    release: str = ""
+    experiment: str = ""
+    epoch: int = 0
+    route_reason: str = ""
+    score: float | None = None
+    cache: str = "bypass"
+    stream: bool = False
+    verdicts: list[VerdictNote] = field(default_factory=list)
+    fallbacks: list[tuple[str, str]] = field(default_factory=list)
+    usage: Usage | None = None
+    cost_dollars: float = 0.0
+    finish_reason: str = ""
+    status: int = 0
+    error: str = ""
+    first_token_ns: int = 0
+    ended_ns: int = 0
+    engine_ns: int = 0
+    engine_deltas: int = 0
+    steps: list[StepTime] = field(default_factory=list)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        start = time.time_ns()
+        try:
+            yield
+        finally:
+            self.steps.append(StepTime(name, start, time.time_ns()))
+
+    @property
+    def overhead_ms(self) -> float:
+        """Everything so far that was not waiting for the engine."""
+        return ((self.ended_ns or time.time_ns()) - self.started_ns - self.engine_ns) / 1e6
+
+
+class FileSpanExporter(SpanExporter):
+    """One span a line, as JSON."""
+
+    def __init__(self, path: str) -> None:
+        self._out = Path(path).open("a")  # noqa: SIM115 -- open as long as the process
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        for span in spans:
+            self._out.write(span.to_json(indent=None) + "\n")
+        self._out.flush()
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        self._out.close()
+
+
+def _exporter(config: Telemetry) -> SpanExporter | None:
+    if config.traces == "otlp":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        return OTLPSpanExporter(endpoint=config.otlp_endpoint)
+    if config.traces == "file":
+        return FileSpanExporter(config.traces_path)
+    return ConsoleSpanExporter() if config.traces == "console" else None
+
+
+class Emitter:
+    """Owns the ways out: exporter, log of records, metrics."""
+
+    def __init__(self, config: Telemetry) -> None:
+        self._provider: TracerProvider | None = None
+        self._tracer: trace.Tracer = trace.NoOpTracer()
+        exporter = _exporter(config)
+        if exporter is not None:
+            self._provider = TracerProvider(
+                resource=Resource.create({"service.name": "gearshift"}),
+                sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)),
+            )
+            self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=500))
+            self._tracer = self._provider.get_tracer("gearshift")
+        self._propagator = TraceContextTextMapPropagator()
+        self._records: IO[str] | None = None
+        if config.records == "file":
+            self._records = Path(config.records_path).open("a")  # noqa: SIM115 -- open as long as the process
+        elif config.records == "stdout":
+            self._records = sys.stdout
+
+    def begin(self, record: Record, headers: dict[str, str]) -> Span:
+        """The request's span; continues the caller's trace when it sent a `traceparent`."""
+        if self._provider is None:
+            return trace.INVALID_SPAN
+        context = self._propagator.extract(headers)
+        return self._tracer.start_span("chat", context=context, kind=SpanKind.SERVER, start_time=record.started_ns)
+
+    def propagate(self, span: Span) -> dict[str, str]:
+        """Headers that continue the trace elsewhere."""
+        carrier: dict[str, str] = {}
+        if span.is_recording():
+            self._propagator.inject(carrier, trace.set_span_in_context(span))
+        return carrier
+
+    def emit(self, record: Record, span: Span) -> None:
+        record.ended_ns = time.time_ns()
+        _count(record)
+        if span.is_recording():
+            self._trace(record, span)
+        if self._records is not None:
+            self._records.write(msgspec.json.encode(record).decode() + "\n")
+            self._records.flush()
+
+    def close(self) -> None:
+        if self._provider is not None:
+            self._provider.shutdown()
+
+    def _trace(self, record: Record, span: Span) -> None:
+        span.update_name(f"chat {record.asked}")
+        span.set_attributes({name: value for name, value in _attributes(record).items() if value not in (None, "")})
+        for note in record.verdicts:
+            span.add_event("gearshift.guardrail.verdict", note._asdict())
+        parent = trace.set_span_in_context(span)
+        for step in record.steps:
+            child = self._tracer.start_span(step.name, context=parent, start_time=step.start_ns)
+            child.end(step.end_ns)
+        if record.status >= 500:
+            span.set_status(Status(StatusCode.ERROR, record.error))
+        span.end(record.ended_ns)
+
+
+def _attributes(record: Record) -> dict[str, Any]:
+    usage, first = record.usage, record.first_token_ns
+    return {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "gearshift",
+        "gen_ai.request.model": record.asked,
+        "gen_ai.request.stream": record.stream,
+        "gen_ai.response.id": record.request_id,
+        "gen_ai.response.model": record.release,
+        "gen_ai.response.finish_reasons": [record.finish_reason] if record.finish_reason else None,
+        "gen_ai.response.time_to_first_chunk": (first - record.started_ns) / 1e9 if first else None,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens if usage else None,
+        "gen_ai.usage.output_tokens": usage.completion_tokens if usage else None,
+        "error.type": record.error,
+        "http.response.status_code": record.status,
+        "gearshift.tenant": record.tenant,
+        "gearshift.tier": record.tier,
+        "gearshift.route_reason": record.route_reason,
+        "gearshift.cache": record.cache,
+        "gearshift.overhead_ms": record.overhead_ms,
+    }
+
+
+def _count(record: Record) -> None:
+    REQUESTS.labels(record.tenant, record.tier, record.release, str(record.status)).inc()
+    if not record.release:  # refused before it was known what it asks for: `asked` is any text a client sent
+        return
+    OVERHEAD.observe(record.overhead_ms / 1e3)
+    operation = ("chat", record.tier)
+    SERVER_DURATION.labels(*operation).observe((record.ended_ns - record.started_ns) / 1e9)
+    if record.first_token_ns:
+        SERVER_TTFT.labels(*operation).observe((record.first_token_ns - record.started_ns) / 1e9)
+    if record.cache != "hit" and record.usage is not None:
+        usage = record.usage
+        TOKENS.labels(record.tenant, record.release, "prompt").inc(usage.prompt_tokens)
+        TOKENS.labels(record.tenant, record.release, "completion").inc(usage.completion_tokens)
+        COST.labels(record.tenant, record.tier).inc(record.cost_dollars)
+        if record.first_token_ns and usage.completion_tokens > 1:
+            seconds = (record.ended_ns - record.first_token_ns) / 1e9
+            SERVER_PER_TOKEN.labels(*operation).observe(seconds / (usage.completion_tokens - 1))
+    CACHE.labels("exact", record.cache).inc()
+    ROUTES.labels(record.tier, record.route_reason.partition(":")[0]).inc()
+    for note in record.verdicts:
+        VERDICTS.labels(*note).inc()
+    for from_tier, to_tier in record.fallbacks:
+        FALLBACKS.labels(from_tier, to_tier).inc()
