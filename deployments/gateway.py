@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gearshift import __version__
@@ -46,9 +47,13 @@ def create_app(pipeline: Pipeline, config: Gateway, emitter: Emitter, ready: Cal
     app = FastAPI(title="Gearshift", version=__version__, docs_url=None, redoc_url=None)
     created = int(time.time())
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return ChatExchange(request, pipeline, config, emitter)
+    class ChatCompletions:
+        """The hot route, as plain ASGI: FastAPI's argument machinery has nothing to do for it."""
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await ChatExchange(Request(scope, receive), pipeline, config, emitter).respond(receive, send)
+
+    app.router.routes.append(Route("/v1/chat/completions", ChatCompletions(), methods=["POST"]))
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -112,8 +117,8 @@ def error_headers(error: GearshiftError) -> dict[str, str]:
     return headers
 
 
-class ChatExchange(Response):
-    """One request and its answer, as the ASGI application that sends it.
+class ChatExchange:
+    """One request and its answer, from its first byte to its last.
 
     All of it runs in one task, which is cancelled when the client goes away or the deadline passes: closing the
     pipeline's generator is the one mechanism that stops what is below. The status line waits for the first Delta, so
@@ -128,9 +133,8 @@ class ChatExchange(Response):
         self._ticket = Ticket(Record(_new_id()))
         self._record = self._ticket.record
         self._begun = False
-        self.background = None  # FastAPI looks for it
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def respond(self, receive: Receive, send: Send) -> None:
         body = await self._read_body()  # before anybody else may call receive
         work = asyncio.create_task(self._work(body, send))
         gone = asyncio.create_task(_disconnected(receive))

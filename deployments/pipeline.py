@@ -104,7 +104,7 @@ class Pipeline:
                 async for delta in self._first_that_answers(call, candidates, record):
                     yield delta
             finally:
-                self._later(self._limits.settle(reservation, _used(record)))
+                self._limits.settle(reservation, _used(record))
 
     async def _first_that_answers(
         self, call: Call, candidates: list[Served], record: Record
@@ -136,11 +136,13 @@ class Pipeline:
         with record.step("cache"):
             question = self._question(call, served.release, messages, sampling, record)
             answer = await self._look_up(question, record)
-        if answer is not None:
-            deltas = _replay(answer)
-        else:
-            request = Request(call.id, messages, sampling, record.tenant, dict(call.trace))
-            deltas = _timed(self._engines[release.model].generate(request), record)
+        if answer is not None:  # it passed the output guardrails of this very policy before it was stored
+            record.usage, record.finish_reason = answer.usage, answer.finish_reason
+            for delta in answer.deltas():
+                yield delta
+            return
+        request = Request(call.id, messages, sampling, record.tenant, dict(call.trace))
+        deltas = _timed(self._engines[release.model].generate(request), record)
         pieces: list[str] = []
         with record.step("generate"):
             async with aclosing(stream.watch(deltas, policy.output, _noter(record, "output"))) as watched:
@@ -148,8 +150,7 @@ class Pipeline:
                     pieces.append(delta.text)
                     if delta.finish_reason:
                         self._finish(delta, served, record)
-                        if question is not None and answer is None:
-                            self._store(question, pieces, delta)
+                        self._store(question, pieces, delta)
                     yield delta
 
     @contextmanager
@@ -217,15 +218,15 @@ class Pipeline:
         record.cache = "bypass" if question is None else "miss" if answer is None else "hit"
         return answer
 
-    def _store(self, question: Question, pieces: list[str], last: Delta) -> None:
+    def _store(self, question: Question | None, pieces: list[str], last: Delta) -> None:
         """Only whole answers that passed the guardrails."""
-        if last.finish_reason in ("stop", "length") and last.usage is not None:
+        if question is not None and last.finish_reason in ("stop", "length") and last.usage is not None:
             answer = Answer(tuple(piece for piece in pieces if piece), last.finish_reason, last.usage)
             self._later(self._cache.put(question, answer))
 
     def _finish(self, delta: Delta, served: Served, record: Record) -> None:
         record.usage, record.finish_reason = delta.usage, delta.finish_reason or ""
-        if delta.usage is not None and served.tier and record.cache != "hit":
+        if delta.usage is not None and served.tier:
             record.cost_dollars = cost(delta.usage, self._config.tiers[served.tier].price)
 
     def models(self) -> list[str]:
@@ -240,17 +241,13 @@ class Pipeline:
         """Returns when what was left for later has been done."""
         while self._background:
             await asyncio.wait(self._background)
+        await self._limits.settled()
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         """After the answer, not before it: the client does not wait for the books."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-async def _replay(answer: Answer) -> AsyncGenerator[Delta, None]:
-    for delta in answer.deltas():
-        yield delta
 
 
 async def _timed(deltas: AsyncGenerator[Delta, None], record: Record) -> AsyncGenerator[Delta, None]:

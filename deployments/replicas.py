@@ -58,7 +58,9 @@ class Place:
 class EngineReplica:
     """One engine of one model, served to all gateways."""
 
-    async def __init__(self, config: Config, model: str, weights: Path | None, place: Place) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: Config, model: str, weights: Path | None, place: Place
+    ) -> None:
         settings = config.models[model]
         self._config = config
         self._name = f"{model}-{uuid.uuid4().hex[:8]}"
@@ -100,7 +102,9 @@ class EngineReplica:
 class GatewayReplica:
     """One HTTP server with the pipeline in it."""
 
-    async def __init__(self, config: Config, revisions: dict[str, str], place: Place) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: Config, revisions: dict[str, str], place: Place
+    ) -> None:
         self._config = config
         self._name = f"gateway-{uuid.uuid4().hex[:8]}"
         self._store = place.store(config)
@@ -128,6 +132,7 @@ class GatewayReplica:
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                proxy_headers=False,
                 lifespan="off",
                 timeout_keep_alive=KEEP_ALIVE_S,
             )

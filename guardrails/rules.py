@@ -6,6 +6,8 @@ that a finding shows itself within `stream.WINDOW_CHARS` characters.
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -26,6 +28,9 @@ SECRET_PATTERNS = (
     r"eyJ[A-Za-z0-9_-]{8,180}\.eyJ[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]+)?",  # JSON Web Token
     r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[A-Za-z0-9+/=\s]*(?:-----END [A-Z ]{0,40}PRIVATE KEY-----)?",
 )
+SECRET_MARKS = ("sk-", "gs-", "gh", "glpat-", "xox", "AKIA", "ASIA", "AIza", "hf_", "eyJ", "-----BEGIN ")
+PEM_BEGIN = "-----BEGIN "
+PEM_ALPHABET = string.ascii_letters + string.digits + "+/=-" + string.whitespace
 EMAIL_PATTERN = r"[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,63}"  # lengths of RFC 5321, 4.5.3.1
 CARD_PATTERN = r"\d(?:[ -]?\d){12,18}"
 
@@ -43,55 +48,84 @@ class Rule(Protocol):
 
 
 class Patterns:
-    """Finds regular expressions. `tail` is a pattern, anchored at the end, of what may still grow into a finding."""
+    """Finds regular expressions.
 
-    def __init__(self, name: str, patterns: Sequence[str], tail: str) -> None:
+    `marks` are literals of which every finding has at least one: a text without any of them is done at the cost of a
+    literal search. `alphabet` holds every character of a finding: the text is open from where only those follow.
+    """
+
+    def __init__(self, name: str, patterns: Sequence[str], marks: Sequence[str], alphabet: str) -> None:
         self.name = name
         self._pattern: Any = re2.compile("|".join(f"(?:{pattern})" for pattern in patterns))
-        self._tail: Any = re2.compile(f"(?:{tail})$")
+        self._mark = re.compile("|".join(re.escape(mark) for mark in marks))
+        self._alphabet = alphabet
 
     def find(self, text: str) -> list[Span]:
+        if self._mark.search(text) is None:
+            return []
         return [Span(*match.span()) for match in self._pattern.finditer(text)]
 
     def open_from(self, text: str) -> int:
-        match = self._tail.search(text)
-        return int(match.start()) if match else len(text)
+        return len(text.rstrip(self._alphabet))
+
+
+class Secrets(Patterns):
+    """Keys and tokens of well-known forms, and private keys in PEM (RFC 7468), which alone go over several lines."""
+
+    def __init__(self) -> None:
+        super().__init__("secrets", SECRET_PATTERNS, SECRET_MARKS, string.ascii_letters + string.digits + "_.-")
+
+    def open_from(self, text: str) -> int:
+        end = super().open_from(text)
+        pem = text.rfind(PEM_BEGIN)
+        if 0 <= pem < end and not text[pem + len(PEM_BEGIN) :].rstrip(PEM_ALPHABET):
+            return pem
+        return end
 
 
 class Cards(Patterns):
     """Payment card numbers: 13 to 19 digits whose Luhn checksum (ISO/IEC 7812-1, annex B) is right."""
 
     def __init__(self) -> None:
-        super().__init__("card", [CARD_PATTERN], r"\d(?:[ -]?\d)*[ -]?")
+        super().__init__("card", [CARD_PATTERN], string.digits, string.digits + " -")
 
     def find(self, text: str) -> list[Span]:
         return [span for span in super().find(text) if luhn(text[span.start : span.end])]
+
+    def open_from(self, text: str) -> int:
+        end = super().open_from(text)
+        return end + len(text[end:]) - len(text[end:].lstrip(" -"))  # a number begins with a digit
 
 
 class Blocklist:
     """Terms, whatever their case."""
 
+    name = "blocklist"
+
     def __init__(self, terms: Sequence[str]) -> None:
-        self.name = "blocklist"
         self._terms = [term.lower() for term in terms]
         self._pattern: Any = re2.compile("(?i)" + "|".join(re2.escape(term) for term in terms))
+        self._beginnings: dict[str, set[str]] = {}
+        for term in self._terms:
+            for length in range(1, len(term)):
+                self._beginnings.setdefault(term[length - 1], set()).add(term[:length])
 
     def find(self, text: str) -> list[Span]:
+        lowered = text.lower()
+        if not any(term in lowered for term in self._terms):
+            return []
         return [Span(*match.span()) for match in self._pattern.finditer(text)]
 
     def open_from(self, text: str) -> int:
         lowered = text.lower()
-        return len(text) - max(_overlap(lowered, term) for term in self._terms)
+        candidates = self._beginnings.get(lowered[-1:], ())
+        return len(text) - max((len(start) for start in candidates if lowered.endswith(start)), default=0)
 
 
 def luhn(text: str) -> bool:
     digits = [int(character) for character in reversed(text) if character.isdigit()]
     doubled = (digit * 2 - 9 if digit > 4 else digit * 2 for digit in digits[1::2])
     return (sum(digits[0::2]) + sum(doubled)) % 10 == 0
-
-
-def _overlap(text: str, term: str) -> int:
-    return next((n for n in range(min(len(term) - 1, len(text)), 0, -1) if text.endswith(term[:n])), 0)
 
 
 def make_rule(name: str, terms: Sequence[str]) -> Rule:
@@ -101,7 +135,7 @@ def make_rule(name: str, terms: Sequence[str]) -> Rule:
     if name == "card":
         return Cards()
     if name == "email":
-        return Patterns("email", [EMAIL_PATTERN], r"[A-Za-z0-9._%+@-]+")
+        return Patterns("email", [EMAIL_PATTERN], "@", string.ascii_letters + string.digits + "._%+@-")
     if name == "secrets":
-        return Patterns("secrets", SECRET_PATTERNS, r"[A-Za-z0-9_.-]+|-----BEGIN[A-Za-z0-9+/=\s-]*")
+        return Secrets()
     raise ValueError(f"no rule named {name!r}")

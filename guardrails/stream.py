@@ -28,25 +28,28 @@ class Window:
         self._held += text
         if not self._chain.links:
             return self._release(len(self._held))
-        return self._release(self._safe_end())
+        return self._decide()
 
     def flush(self) -> Verdict:
         return self._release(len(self._held))
 
-    def _safe_end(self) -> int:
-        """How much of the held text can be decided now. A rule that raises decides at once: the check will block."""
+    def _decide(self) -> Verdict:
+        """Releases what can be decided now. A rule that raises decides at once: the check will block."""
         text, links = self._held, self._chain.links
         try:
-            opened = min(link.rule.open_from(text) for link in links)
+            opened = min([link.rule.open_from(text) for link in links])
             found = [span for link in links for span in link.rule.find(text)]
         except Exception:
-            return len(text)
+            return self._release(len(text))
         # a run longer than anything undecided needs lets go of its beginning
         end = max(opened, len(text) - WINDOW_CHARS)
+        if not found:
+            self._held = text[end:]
+            return Verdict("allow", text[:end])
         for span in sorted(found, reverse=True):  # never cut into a finding that may still grow
             if span.start < end and span.end >= opened:
                 end = span.start
-        return end
+        return self._release(end)
 
     def _release(self, end: int) -> Verdict:
         verdict = self._chain.check(self._held[:end])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal, NamedTuple
@@ -11,6 +13,9 @@ from gearshift.platform.config import Limits
 from gearshift.platform.errors import LimitsUnavailable, RateLimited
 
 SCRIPT = files("gearshift.platform.cache").joinpath("limits.lua").read_text()
+
+
+SETTLE_EVERY_S = 0.05
 
 
 class Allowance(NamedTuple):
@@ -43,11 +48,14 @@ class Reservation:
 
 
 class RateLimits:
-    """Reserve before the work, settle after it; each is one script call, and none for a tenant without limits."""
+    """Reserve before the work, settle after it. A tenant without limits costs nothing."""
 
     def __init__(self, store: Store, on_loss: Literal["allow", "deny"]) -> None:
         self._store = store
         self._on_loss = on_loss
+        self._owed: dict[str, int] = {}
+        self._limits: dict[str, Limits] = {}
+        self._settling: asyncio.Task[None] | None = None
 
     async def reserve(self, tenant: str, limits: Limits, tokens: int) -> Reservation:
         """Raises `RateLimited` with the time to wait, or `LimitsUnavailable`."""
@@ -81,16 +89,31 @@ class RateLimits:
             Allowance(tokens_limit, max(0, tokens_left), tokens_reset / 1000) if tokens_limit else None,
         )
 
-    async def settle(self, reservation: Reservation, used: int) -> None:
-        """Gives back what was not used, or takes what was used beyond it. Lost when Redis is away: the bucket refills."""
+    def settle(self, reservation: Reservation, used: int) -> None:
+        """Gives back what was not used, or takes what was used beyond it: soon, and for all requests of a tenant at once.
+        Lost when Redis is away: the bucket refills."""
         if not reservation.tokens or used == reservation.tokens:
             return
-        limits = reservation.limits
-        arguments = (limits.requests_per_minute or 0, limits.tokens_per_minute or 0, 0, used - reservation.tokens, 1)
-        try:
-            await self._store.script(SCRIPT, [self._key(reservation.tenant)], *arguments)
-        except StoreAway:
-            return
+        tenant = reservation.tenant
+        self._owed[tenant] = self._owed.get(tenant, 0) + used - reservation.tokens
+        self._limits[tenant] = reservation.limits
+        if self._settling is None or self._settling.done():
+            self._settling = asyncio.create_task(self._settle_soon())
+
+    async def settled(self) -> None:
+        """Returns when nothing is owed."""
+        if self._settling is not None:
+            await self._settling
+
+    async def _settle_soon(self) -> None:
+        while self._owed:
+            await asyncio.sleep(SETTLE_EVERY_S)
+            owed, self._owed = self._owed, {}
+            for tenant, tokens in owed.items():
+                limits = self._limits[tenant]
+                per_minute = (limits.requests_per_minute or 0, limits.tokens_per_minute or 0)
+                with contextlib.suppress(StoreAway):
+                    await self._store.script(SCRIPT, [self._key(tenant)], *per_minute, 0, tokens, 1)
 
     def _key(self, tenant: str) -> str:
         return self._store.key("limits", tenant)

@@ -11,9 +11,9 @@ from contextlib import aclosing
 from typing import Any
 
 import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from gearshift.platform.cache.pipe import Pipe
 
 log = logging.getLogger(__name__)
 
@@ -25,17 +25,11 @@ class StoreAway(Exception):
 
 
 class Store:
-    """Owns the connections. Values are bytes; every key is under the deployment's namespace."""
+    """Owns the way to Redis. Values are bytes; every key is under the deployment's namespace."""
 
     def __init__(self, url: str, namespace: str, timeout_s: float) -> None:
         self.namespace = namespace
-        self._client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 1),
-            max_connections=512,
-        )
+        self._pipe = Pipe(url, timeout_s)
         self._listen_url = url
         self._open_until = 0.0
         self._shas: dict[str, str] = {}
@@ -81,14 +75,14 @@ class Store:
             raise StoreAway(str(error)) from error
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._pipe.close()
 
     async def _call(self, *command: Any) -> Any:
         if time.monotonic() < self._open_until:
             raise StoreAway("Redis is away")
         try:
-            return await self._client.execute_command(*command)  # type: ignore[no-untyped-call] -- redis-py has no types there
-        except NoScriptError:
+            return await self._pipe.call(*command)
+        except ResponseError:  # an answer, if a bad one: Redis is there
             raise
         except (RedisError, OSError) as error:
             self._open_until = time.monotonic() + BREAKER_S

@@ -11,7 +11,9 @@ from gearshift.platform.request import Delta, EngineStats, Request, Usage
 
 
 class EchoEngine:
-    """A word is a token. With `ignore_eos` the words repeat until `max_tokens`.
+    """A word is a token, and `delay_s` is the length of a step, which all answers share.
+
+    With `ignore_eos` the words repeat until `max_tokens`.
 
     `fail_after` makes every answer break after so many words, with `failure`.
     """
@@ -30,6 +32,7 @@ class EchoEngine:
         self._fail_after = fail_after
         self._failure = failure or EngineUnavailable("The replica that worked on the request is gone.")
         self._closed = False
+        self._step: asyncio.Event | None = None
         self._running = self._steps = self._prompt_tokens = self._generation_tokens = self._aborted = 0
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
@@ -50,7 +53,7 @@ class EchoEngine:
             words = _words(request)
             total = len(words) if request.sampling.max_tokens is None else request.sampling.max_tokens
             for word in islice(cycle(words) if request.sampling.ignore_eos else iter(words), total):
-                await asyncio.sleep(self._delay_s)
+                await self._next_step()
                 if count == self._fail_after:
                     raise self._failure
                 yield Delta(word if count == 0 else f" {word}")
@@ -63,6 +66,16 @@ class EchoEngine:
         finally:
             self._running -= 1
             self._aborted += not finished
+
+    async def _next_step(self) -> None:
+        """All answers move on together, as they do in an engine that computes one batch a step."""
+        if not self._delay_s:
+            await asyncio.sleep(0)
+            return
+        if self._step is None or self._step.is_set():
+            self._step = asyncio.Event()
+            asyncio.get_running_loop().call_later(self._delay_s, self._step.set)
+        await self._step.wait()
 
     def stats(self) -> EngineStats:
         return EngineStats(
