@@ -48,12 +48,12 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
-async def run(url: str, body: Body, requests: int, clients: int, pids: Sequence[int]) -> Load:
+async def run(url: str, body: Body, requests: int, clients: int, pids: Sequence[int], key: str = "") -> Load:
     """Sends `requests` requests over `clients` connections; anything but a 200 raises. CPU is that of `pids`."""
     numbers = itertools.count()
     latencies: list[float] = []
     events = 0
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
 
     async def client(session: aiohttp.ClientSession) -> None:
         nonlocal events

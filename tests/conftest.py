@@ -1,0 +1,33 @@
+"""What every room's tests may use: a real Redis, and a namespace of one's own in it."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from gearshift.platform.cache.embedded import EmbeddedRedis
+from gearshift.platform.cache.store import Store
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    with tempfile.TemporaryDirectory(prefix="gearshift-test-") as folder:
+        server = EmbeddedRedis(Path(folder))
+        yield server
+        server.close()
+
+
+@pytest.fixture
+async def store(redis_server: EmbeddedRedis, anyio_backend: str) -> AsyncIterator[Store]:
+    store = Store(redis_server.url, f"test-{uuid.uuid4().hex}", timeout_s=2.0)
+    yield store
+    await store.close()
