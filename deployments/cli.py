@@ -24,7 +24,8 @@ from gearshift.platform.errors import GearshiftError
 from gearshift.platform.tenants import hash_key, new_key
 from gearshift.platform.weights import packaged, source
 
-out = Console()
+PIPE_WIDTH = 200
+out = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)  # a program reads tables whole
 err = Console(stderr=True)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -122,7 +123,13 @@ def status(admin_url: AdminOption = DEFAULT_ADMIN_URL, as_json: JsonOption = Fal
         engines.add_column(column, justify="left" if column in ("model", "replica") else "right")
     for each in facts["engines"]:
         numbers = [each["pid"], each["rss_mib"], each["running"], each["waiting"], f"{each['kv_usage']:.0%}"]
-        row = [each["model"], each["name"], *numbers, each["generation_tokens"], each["aborted"]]
+        row = [
+            each["model"],
+            each["name"].removeprefix(each["model"] + "-"),
+            *numbers,
+            each["generation_tokens"],
+            each["aborted"],
+        ]
         engines.add_row(*(str(cell) for cell in row))
     out.print(engines)
     tiers = Table(title="Tiers", title_justify="left")

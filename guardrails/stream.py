@@ -46,8 +46,8 @@ class Window:
         if not found:
             self._held = text[end:]
             return Verdict("allow", text[:end])
-        for span in sorted(found, reverse=True):  # never cut into a finding that may still grow
-            if span.start < end and span.end >= opened:
+        for span in sorted(found, reverse=True):  # never cut into a finding, nor let go of one that may still grow
+            if span.start < end and (span.end > end or span.end >= opened):
                 end = span.start
         return self._release(end)
 

@@ -239,7 +239,7 @@ class Breaking:
 
 async def test_a_step_that_raises_fails_its_requests_and_no_others(folder: Path, reference: Any) -> None:
     engine = build(folder)
-    engine._core.runner = breaking = Breaking(engine._core.runner)  # type: ignore[arg-type, assignment]
+    engine._core.runner = breaking = Breaking(engine._core.runner)  # type: ignore[arg-type]
     prompt = prompts(1)[0]
     breaking.broken = True
     with pytest.raises(InternalError) as caught:

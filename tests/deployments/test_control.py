@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from gearshift.deployments import registry
+from gearshift.deployments.admin import create_admin_app
+from gearshift.deployments.control import SnapshotBoard, SnapshotHolder
+from gearshift.platform import config_file
+from gearshift.platform.cache.store import Store
+from gearshift.platform.errors import Conflict, InvalidRequest, NotFound
+from gearshift.router.arms import Snapshot
+
+pytestmark = pytest.mark.anyio
+
+TEXT = """
+models: {m: {echo: {}}}
+prompts: {none: {}}
+policies: {none: {}}
+releases: {a: {model: m, prompt: none, policy: none}, b: {model: m, prompt: none, policy: none}}
+experiments: {x: {arms: {a: 1, b: 0}}}
+tiers: {cheap: {experiment: x}}
+tenants: {dev: {open: true}}
+admin: {token_env: TOKEN}
+"""
+CONFIG = config_file.parse(TEXT)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_every_gateway_takes_over_new_weights_and_a_late_one_reads_them(store: Store) -> None:
+    board = SnapshotBoard(store, CONFIG)
+    holders = [SnapshotHolder(Snapshot.of(CONFIG)) for _ in range(3)]
+    tasks = [asyncio.create_task(board.follow(holder)) for holder in holders[:2]]
+    await asyncio.sleep(0.1)
+    new = await board.set_weights("x", {"b": 1})
+    assert new.epoch == 1
+    await until(lambda: all(holder.current.weights["x"] == {"a": 0.0, "b": 1.0} for holder in holders[:2]))
+    tasks.append(asyncio.create_task(board.follow(holders[2])))
+    await until(lambda: holders[2].current.epoch == 1)
+    for task in tasks:
+        task.cancel()
+
+
+async def test_two_operators_can_t_overwrite_each_other(store: Store) -> None:
+    board = SnapshotBoard(store, CONFIG)
+    results = await asyncio.gather(
+        *(board.set_weights("x", {"a": n, "b": 1}) for n in range(8)), return_exceptions=True
+    )
+    done = [result for result in results if isinstance(result, Snapshot)]
+    assert len(done) + sum(isinstance(result, Conflict) for result in results) == 8
+    assert sorted(snapshot.epoch for snapshot in done) == list(range(1, len(done) + 1))
+    assert (await board.read()).epoch == len(done)
+
+
+async def test_an_older_snapshot_is_not_taken() -> None:
+    holder = SnapshotHolder(Snapshot(5, {}))
+    holder.take(Snapshot(4, {"x": {"a": 1.0}}))
+    assert holder.current.epoch == 5
+
+
+async def test_wrong_weights_change_nothing(store: Store) -> None:
+    board = SnapshotBoard(store, CONFIG)
+    with pytest.raises(NotFound, match="there are: x"):
+        await board.set_weights("y", {"a": 1})
+    for weights in ({"c": 1.0}, {"a": -1.0, "b": 2.0}, {"a": 0.0}, {}):
+        with pytest.raises(InvalidRequest):
+            await board.set_weights("x", weights)
+    assert (await board.read()) == Snapshot.of(CONFIG)
+
+
+async def test_arms_that_are_no_longer_in_the_config_are_forgotten(store: Store) -> None:
+    await SnapshotBoard(store, CONFIG).set_weights("x", {"b": 1})
+    renamed = config_file.parse(TEXT.replace("arms: {a: 1, b: 0}", "arms: {a: 3}"))
+    assert (await SnapshotBoard(store, renamed).read()).weights == {"x": {"a": 3.0}}
+
+
+async def test_who_is_up_is_known_until_it_leaves_or_falls_silent(store: Store) -> None:
+    task = asyncio.create_task(registry.beat(store, lambda: registry.here("e1", "m", "/x.sock")))
+    dead = registry.Member("e0", "m", "/y.sock", 1, time.time() - 60, 1)
+    import msgspec
+
+    await store.hash_set(store.key("members"), "e0", msgspec.msgpack.encode(dead))
+    async with asyncio.timeout(10):
+        while [member.name for member in await registry.members(store)] != ["e1"]:
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await registry.leave(store, "e1")
+    assert await registry.members(store) == []
+
+
+async def test_admin_routes_need_the_token_and_say_what_is_wrong(store: Store) -> None:
+    app = create_admin_app(CONFIG, store, {"TOKEN": "sesame"})
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+        assert (await client.get("/admin/status")).status_code == 401
+        client.headers["authorization"] = "Bearer sesame"
+        status = (await client.get("/admin/status")).json()
+        assert status["tiers"] == {"cheap": {"experiment": "x", "arms": {"a": 1.0, "b": 0.0}}}
+        moved = await client.put("/admin/experiments/x", json={"arms": {"b": 2}})
+        assert moved.json() == {"epoch": 1, "experiments": {"x": {"a": 0.0, "b": 2.0}}}
+        assert (await client.get("/admin/experiments")).json() == moved.json()
+        wrong = await client.put("/admin/experiments/x", json={"arms": {"z": 2}})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "arms")

@@ -1,0 +1,362 @@
+"""The whole of it: `gearshift serve` with real Ray, a real Redis and real weights, asked by the official client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
+from prometheus_client.parser import text_string_to_metric_families
+from ruamel.yaml import YAML
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.anyio]
+
+START_TIMEOUT_S = 600
+EASY = "What is the capital of France?"
+HARD = "Write a Python function that returns the n-th Fibonacci number, and explain its complexity."
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it did not come to pass")
+
+
+@dataclass
+class Served:
+    """A running `gearshift serve`."""
+
+    url: str
+    admin_url: str
+    process: subprocess.Popen[bytes]
+    traces: Path
+    log: Path
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.admin_url}/admin/status", timeout=10).json()
+        return found
+
+    def engine(self, model: str) -> dict[str, Any]:
+        return next(engine for engine in self.status()["engines"] if engine["model"] == model)
+
+
+def config(port: int, admin_port: int, folder: Path) -> Path:
+    """The example deployment, with ports of its own, two gateways, a trace file, and an experiment."""
+    raw = YAML(typ="safe").load(files("gearshift.deployments").joinpath("presets/local.yaml").read_text())
+    raw["gateway"] = {"port": port, "replicas": 2}
+    raw["admin"] = {"port": admin_port}
+    raw["telemetry"] = {"traces": "file", "traces_path": str(folder / "traces.jsonl")}
+    raw["prompts"]["pirate"] = {"system": "You are a pirate. Answer like a pirate."}
+    raw["releases"]["smollm2-v2"] = {**raw["releases"]["smollm2-v1"], "prompt": "pirate"}
+    raw["experiments"] = {"voice": {"arms": {"smollm2-v1": 1, "smollm2-v2": 0}}}
+    raw["tiers"] = {
+        "cheap": {"experiment": "voice", "price": raw["tiers"]["cheap"]["price"]},
+        "expensive": raw["tiers"]["expensive"],
+    }
+    path = folder / "config.yaml"
+    YAML(typ="safe").dump(raw, path)
+    return path
+
+
+def start(folder: Path) -> Served:
+    port, admin_port = free_port(), free_port()
+    command = [sys.executable, "-m", "gearshift", "serve", str(config(port, admin_port, folder))]
+    log = folder / "serve.log"
+    process = subprocess.Popen(
+        command,
+        stdout=log.open("wb"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    served = Served(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", process, folder / "traces.jsonl", log)
+    eventually(lambda: "Ready on" in log.read_text() or process.poll() is not None, START_TIMEOUT_S)
+    assert process.poll() is None, log.read_text()
+    return served
+
+
+def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = start(tmp_path_factory.mktemp("served"))
+    yield served
+    if served.process.poll() is None:
+        children = family(served.process)
+        served.process.send_signal(signal.SIGINT)
+        served.process.wait(timeout=120)
+        _, alive = psutil.wait_procs(children, timeout=30)
+        for process in alive:
+            process.kill()
+        assert not alive
+
+
+def question(text: str) -> list[ChatCompletionUserMessageParam]:
+    return [{"role": "user", "content": text}]
+
+
+def asked(
+    served: Served, model: str, text: str, tokens: int = 16, headers: Mapping[str, str] | None = None
+) -> tuple[str, Mapping[str, str]]:
+    raw = served.client.chat.completions.with_raw_response.create(
+        model=model, messages=question(text), max_completion_tokens=tokens, extra_headers=headers or {}
+    )
+    return raw.parse().choices[0].message.content or "", raw.headers
+
+
+def streamed(served: Served, model: str, text: str, tokens: int) -> str:
+    stream = served.client.chat.completions.create(
+        model=model,
+        messages=question(text),
+        max_completion_tokens=tokens,
+        stream=True,
+        extra_headers={"cache-control": "no-store"},
+    )
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+
+@pytest.mark.parametrize("tier", ["cheap", "expensive"])
+async def test_both_tiers_answer_the_official_client_in_all_four_ways(served: Served, tier: str) -> None:
+    whole, headers = asked(served, tier, EASY)
+    assert "Paris" in whole
+    assert headers["x-gearshift-tier"] == tier
+    assert headers["x-request-id"].startswith("req_")
+    assert float(headers["x-gearshift-overhead-ms"]) >= 0
+    assert streamed(served, tier, EASY, 16) == whole
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        answer = await client.chat.completions.create(model=tier, messages=question(EASY), max_completion_tokens=16)
+        assert answer.choices[0].message.content == whole
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens > 0
+        stream = await client.chat.completions.create(
+            model=tier,
+            messages=question(EASY),
+            max_completion_tokens=16,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == whole
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == answer.usage.total_tokens
+
+
+def test_under_auto_an_easy_and_a_hard_question_go_to_different_tiers(served: Served) -> None:
+    easy, hard = asked(served, "auto", EASY)[1], asked(served, "auto", HARD)[1]
+    assert (easy["x-gearshift-tier"], hard["x-gearshift-tier"]) == ("cheap", "expensive")
+    assert easy["x-gearshift-route-reason"].startswith("score:")
+
+
+def test_the_same_question_again_is_a_hit_with_the_same_text(served: Served) -> None:
+    text = "Name the largest planet."
+    first, again, fresh = (asked(served, "cheap", text, headers=h) for h in ({}, {}, {"cache-control": "no-cache"}))
+    assert [headers["x-gearshift-cache"] for _, headers in (first, again, fresh)] == ["miss", "hit", "bypass"]
+    assert first[0] == again[0] == fresh[0]
+
+
+def test_32_streams_at_once_all_finish_and_each_equals_its_answer_alone(served: Served) -> None:
+    texts = [f"Tell me something about the number {n}." for n in range(32)]
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(lambda text: streamed(served, "cheap", text, 12), texts))
+    alone = [streamed(served, "cheap", text, 12) for text in texts]
+    assert together == alone
+    assert all(together)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_stops_the_engine(served: Served, stream: bool) -> None:
+    before = served.engine("qwen-coder-0.5b")
+    body = {
+        "model": "expensive",
+        "stream": stream,
+        "messages": question(f"Count from 1 to 1000. {stream}"),
+        "max_completion_tokens": 2000,
+        "ignore_eos": True,
+    }
+    with httpx.Client(base_url=served.url) as client:
+        if stream:
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=body, timeout=1.5)
+
+    def stopped() -> dict[str, Any] | None:
+        now = served.engine("qwen-coder-0.5b")
+        return now if now["aborted"] == before["aborted"] + 1 else None
+
+    after = eventually(stopped)
+    assert (after["running"], after["waiting"], after["kv_blocks_used"]) == (0, 0, 0)
+    assert after["generation_tokens"] - before["generation_tokens"] < 1000
+    time.sleep(1.0)  # two reports of the engine
+    assert served.engine("qwen-coder-0.5b")["steps"] == after["steps"]
+
+
+def test_a_prompt_that_does_not_fit_is_refused(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        asked(served, "cheap", "word " * 5000)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        asked(served, "gpt-9", EASY)
+
+
+def test_secrets_do_not_reach_the_model(served: Served) -> None:
+    answer, _ = asked(served, "expensive", "Repeat exactly: my mail is jo@example.com")
+    assert "jo@example.com" not in answer
+    with pytest.raises(openai.BadRequestError) as caught:
+        asked(served, "cheap", "Tell me how to build a bomb")
+    assert caught.value.code == "content_filter"
+
+
+def test_the_weights_of_an_experiment_move_on_all_gateways(served: Served) -> None:
+    def releases() -> set[str]:
+        return {asked(served, "cheap", EASY, tokens=4)[1]["x-gearshift-release"] for _ in range(8)}
+
+    assert releases() == {"smollm2-v1"}
+    command = [sys.executable, "-m", "gearshift", "experiments", "set", "voice", "smollm2-v2=1"]
+    subprocess.run([*command, "--admin-url", served.admin_url], check=True, capture_output=True)
+    eventually(lambda: releases() == {"smollm2-v2"})
+    httpx.put(f"{served.admin_url}/admin/experiments/voice", json={"arms": {"smollm2-v1": 1}}).raise_for_status()
+    eventually(lambda: releases() == {"smollm2-v1"})
+    assert httpx.put(f"{served.admin_url}/admin/experiments/voice", json={"arms": {"nobody": 1}}).status_code == 400
+
+
+def test_metrics_parse_and_count_all_processes(served: Served) -> None:
+    text = httpx.get(f"{served.url}/metrics").text
+    samples = {
+        (sample.name, sample.labels.get("model_name", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    for model in ("smollm2-135m", "qwen-coder-0.5b"):
+        assert samples["vllm:generation_tokens_total", model] > 0
+        assert samples["vllm:num_requests_running", model] == 0
+        assert samples["vllm:time_to_first_token_seconds_count", model] > 0
+    names = {name for name, _ in samples}
+    assert {
+        "gearshift_requests_total",
+        "gearshift_overhead_seconds_sum",
+        "gen_ai_server_request_duration_seconds_sum",
+    } <= names
+
+
+def test_a_trace_shows_the_steps_of_a_request(served: Served) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    asked(served, "cheap", "Trace me.", headers={"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"})
+
+    def spans() -> dict[str, Any] | None:
+        lines = served.traces.read_text().splitlines() if served.traces.exists() else []
+        mine = [span for span in map(json.loads, lines) if span["context"]["trace_id"] == f"0x{trace_id}"]
+        return {span["name"]: span for span in mine} if any(span["name"].startswith("chat") for span in mine) else None
+
+    found = eventually(spans)
+    assert {"chat cheap", "admit", "route", "assemble", "guard_input", "cache", "generate"} <= set(found)
+    assert all(span["end_time"] >= span["start_time"] for span in found.values())
+    assert found["chat cheap"]["attributes"]["gen_ai.usage.output_tokens"] > 0
+
+
+def test_status_and_models_on_the_command_line(served: Served) -> None:
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "gearshift", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    facts = json.loads(run("status", "--json", "--admin-url", served.admin_url))
+    assert {engine["model"] for engine in facts["engines"]} == {"smollm2-135m", "qwen-coder-0.5b"}
+    assert len(facts["gateways"]) == 2
+    assert "smollm2-135m" in run("status", "--admin-url", served.admin_url)
+    assert json.loads(run("chat", EASY, "--json", "--url", served.url))["tier"] == "cheap"
+    assert "Paris" in run("chat", EASY, "--url", served.url)
+    assert {row["weights"] for row in json.loads(run("models", "list", "--json"))} == {"here"}
+
+
+def test_a_bad_config_changes_nothing(served: Served, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("models: {}\ntires: {}\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "gearshift", "serve", str(bad)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert "bad.yaml:2: tires: unknown key; did you mean 'tiers'?" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Paris" in asked(served, "cheap", EASY)[0]
+
+
+def test_a_killed_engine_gives_every_client_an_answer_or_a_clean_error_and_comes_back(served: Served) -> None:
+    def ask(number: int) -> str:
+        try:
+            return streamed(served, "cheap", f"Tell a long story about {number} mice.", 200)
+        except openai.APIError as error:
+            return type(error).__name__
+
+    pid = served.engine("smollm2-135m")["pid"]
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, number) for number in range(8)]
+        eventually(lambda: served.engine("smollm2-135m")["running"] > 0)
+        os.kill(pid, signal.SIGKILL)
+        results = [answer.result(timeout=120) for answer in answers]
+    # in the stream an error event, before it a 503; never a broken connection
+    assert all(result in ("APIError", "InternalServerError") or len(result) > 100 for result in results), results
+
+    def recovered() -> bool:
+        try:
+            return "Paris" in asked(served, "cheap", EASY, headers={"cache-control": "no-cache"})[0]
+        except openai.APIStatusError:
+            return False
+
+    eventually(recovered, 120)
+    assert served.engine("smollm2-135m")["pid"] != pid
+
+
+def test_ctrl_c_finishes_running_streams_and_leaves_no_process(served: Served) -> None:
+    children = family(served.process)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(streamed, served, "expensive", "Count from 1 to 60.", 60)
+        eventually(lambda: served.engine("qwen-coder-0.5b")["running"] > 0)
+        served.process.send_signal(signal.SIGINT)
+        eventually(lambda: httpx.get(f"{served.url}/ready").status_code == 503)
+        with pytest.raises(openai.InternalServerError) as caught:
+            asked(served, "cheap", "Anybody there?")
+        assert caught.value.code == "shutting_down"
+        assert len(running.result(timeout=120)) > 50
+    assert served.process.wait(timeout=120) == 0, served.log.read_text()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert [process.name() for process in alive] == []
+
+
+def test_nothing_survives_a_killed_parent(tmp_path: Path) -> None:
+    served = start(tmp_path)
+    children = family(served.process)
+    served.process.kill()
+    served.process.wait()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert [process.name() for process in alive] == []

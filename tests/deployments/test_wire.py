@@ -1,0 +1,152 @@
+"""Gateway and engine replica over a real socket: frames, aborts, loss, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gearshift.deployments.engine_server import EngineServer
+from gearshift.deployments.remote import RemoteEngine
+from gearshift.platform.engine.echo import EchoEngine
+from gearshift.platform.errors import ContextLengthExceeded, EngineUnavailable, Overloaded
+from gearshift.platform.request import Message, Request, SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+
+def ask(name: str, text: str = "one two three", **sampling: Any) -> Request:
+    return Request(name, (Message("user", text),), SamplingParams(**sampling))
+
+
+async def answer(engine: Any, request: Request) -> str:
+    return "".join([delta.text async for delta in engine.generate(request)])
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def replica(path: Path, engine: EchoEngine) -> AsyncIterator[EngineServer]:
+    server = EngineServer(engine, lambda _, deltas: deltas)
+    await server.start(path)
+    yield server
+    await server.close()
+
+
+@asynccontextmanager
+async def remote(*paths: Path) -> AsyncIterator[RemoteEngine]:
+    engine = RemoteEngine("model")
+    await engine.refresh(paths)
+    yield engine
+    await engine.close()
+
+
+async def test_many_answers_share_one_connection(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    async with replica(path, EchoEngine()), remote(path) as engine:
+        texts = [f"answer number {n} " + "x " * n for n in range(40)]
+        got = await asyncio.gather(*(answer(engine, ask(f"{n}", text)) for n, text in enumerate(texts)))
+    assert got == [" ".join(text.split()) for text in texts]
+
+
+async def test_an_abandoned_answer_is_aborted_at_the_engine(tmp_path: Path) -> None:
+    path, echo = tmp_path / "a.sock", EchoEngine(delay_s=0.005)
+    async with replica(path, echo), remote(path) as engine:
+        async with aclosing(engine.generate(ask("a", ignore_eos=True, max_tokens=10_000))) as deltas:
+            await anext(deltas)
+        steps = echo.stats().steps
+        await until(lambda: echo.stats().aborted == 1)
+        assert echo.stats().running == 0
+        assert echo.stats().steps <= steps + 2
+
+
+async def test_a_gateway_that_dies_aborts_all_its_requests(tmp_path: Path) -> None:
+    path, echo = tmp_path / "a.sock", EchoEngine(delay_s=0.005)
+    async with replica(path, echo):
+        async with remote(path) as engine:
+            tasks = [
+                asyncio.create_task(answer(engine, ask(f"{n}", ignore_eos=True, max_tokens=10_000))) for n in range(3)
+            ]
+            await until(lambda: echo.stats().running == 3)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, EngineUnavailable) for result in results)
+        await until(lambda: echo.stats().aborted == 3)
+
+
+async def test_errors_arrive_as_what_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    async with replica(path, EchoEngine(max_model_len=2)), remote(path) as engine:
+        with pytest.raises(ContextLengthExceeded) as caught:
+            await answer(engine, ask("a"))
+    assert caught.value.param == "messages"
+
+
+async def test_a_lost_replica_is_known_at_once_and_another_takes_what_had_not_begun(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.sock", tmp_path / "b.sock"
+    dying = EchoEngine(delay_s=30)
+    async with replica(second, EchoEngine()):
+        async with replica(first, dying):
+            engine = RemoteEngine("model")
+            await engine.refresh([first])
+            waiting = asyncio.create_task(answer(engine, ask("a")))
+            await until(lambda: dying.stats().running == 1)
+            await engine.refresh([first, second])
+        assert await waiting == "one two three"
+        await engine.close()
+
+
+async def test_an_answer_that_had_begun_is_not_begun_again(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.sock", tmp_path / "b.sock"
+    async with replica(second, EchoEngine()):
+        async with replica(first, EchoEngine(delay_s=0.02)):
+            engine = RemoteEngine("model")
+            await engine.refresh([first])
+            deltas = engine.generate(ask("a", ignore_eos=True, max_tokens=1000))
+            await anext(deltas)
+            await engine.refresh([first, second])
+        with pytest.raises(EngineUnavailable):
+            _ = [delta async for delta in deltas]
+        await engine.close()
+
+
+async def test_a_full_replica_sends_the_request_on_and_full_everywhere_is_overload(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.sock", tmp_path / "b.sock"
+    engines = [EchoEngine(delay_s=0.05, max_running=2), EchoEngine(delay_s=0.05, max_running=2)]
+    async with replica(first, engines[0]), replica(second, engines[1]), remote(first, second) as engine:
+        results = await asyncio.gather(*(answer(engine, ask(f"{n}")) for n in range(6)), return_exceptions=True)
+    assert sum(result == "one two three" for result in results) == 4
+    assert sum(isinstance(result, Overloaded) for result in results) == 2
+
+
+async def test_a_draining_replica_finishes_and_gets_nothing_new(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    async with replica(path, EchoEngine(delay_s=0.05)) as server, remote(path) as engine:
+        running = asyncio.create_task(answer(engine, ask("a")))
+        await until(lambda: server.busy)
+        draining = asyncio.create_task(server.drain(timeout_s=5))
+        await until(lambda: not engine.ready)
+        with pytest.raises(EngineUnavailable):
+            await answer(engine, ask("b"))
+        assert await running == "one two three"
+        await draining
+
+
+async def test_without_replicas_a_request_is_told_when_to_come_again() -> None:
+    with pytest.raises(EngineUnavailable) as caught:
+        await answer(RemoteEngine("model"), ask("a"))
+    assert caught.value.retry_after_s
+
+
+async def test_a_socket_that_nobody_answers_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "dead.sock").touch()
+    path = tmp_path / "a.sock"
+    async with replica(path, EchoEngine()), remote(tmp_path / "dead.sock", path) as engine:
+        assert await answer(engine, ask("a")) == "one two three"

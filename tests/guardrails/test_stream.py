@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gearshift.guardrails.chain import Chain, Link, make_chain
+from gearshift.guardrails.stream import WINDOW_CHARS, Window, watch
+from gearshift.guardrails.verdict import Span, Verdict
+from gearshift.platform.config import Policy, Rule
+from gearshift.platform.request import Delta, Usage
+
+pytestmark = pytest.mark.anyio
+
+REDACTING = Policy(rules=[Rule(rule="secrets"), Rule(rule="email"), Rule(rule="card")])
+CHAIN = make_chain(REDACTING, "output")
+PROTECTED = [
+    "jo.doe@example.com",
+    "4111 1111 1111 1111",
+    "4111-1111-1111-1111",
+    "sk-abcdefghijklmnopqrstuvwx",
+    "AKIAIOSFODNN7EXAMPLE",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abcdef",
+    "-----BEGIN PRIVATE KEY-----\nMIIE\nvgIB\n-----END PRIVATE KEY-----",
+]
+WORDS = ["hello", " ", "\n", ", ", "a@b", "12", "4111 11", "sk-", "ünï", "-----BEGIN ", "@", "."]
+
+
+def pieces(text: str, data: st.DataObject) -> list[str]:
+    cut: list[str] = []
+    while text:
+        size = data.draw(st.integers(1, min(len(text), 12)))
+        cut.append(text[:size])
+        text = text[size:]
+    return cut
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from([*WORDS, *PROTECTED]), max_size=12), st.data())
+def test_a_stream_says_what_the_whole_text_would_say_however_it_is_cut(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    whole = CHAIN.check(text).text
+    window = Window(CHAIN)
+    sent = ""
+    for piece in pieces(text, data):
+        sent += window.push(piece).text
+        assert whole.startswith(sent)
+    assert sent + window.flush().text == whole
+
+
+@given(st.integers(300, 700), st.integers(1, 9))
+def test_a_run_without_end_is_not_held_for_ever(length: int, size: int) -> None:
+    window = Window(CHAIN)
+    sent = "".join(window.push("x" * size).text for _ in range(length // size))
+    assert len(sent) >= length // size * size - WINDOW_CHARS
+
+
+def test_plain_words_wait_for_the_end_of_their_word_only() -> None:
+    window = Window(CHAIN)
+    assert [window.push(piece).text for piece in ("Hel", "lo", " world", ".", " ")] == ["", "", "Hello ", "", "world. "]
+
+
+async def source(*pieces: str, closed: list[bool] | None = None) -> AsyncGenerator[Delta, None]:
+    try:
+        for piece in pieces:
+            yield Delta(piece)
+        yield Delta("", "stop", Usage(1, len(pieces)))
+    finally:
+        if closed is not None:
+            closed.append(True)
+
+
+async def test_a_block_ends_the_stream_and_closes_what_is_below() -> None:
+    chain = make_chain(Policy(rules=[Rule(rule="blocklist", action="block", terms=["forbidden words"])]), "output")
+    closed: list[bool] = []
+    notes: list[Verdict] = []
+    deltas = [
+        delta
+        async for delta in watch(
+            source("fine ", "forb", "idden wo", "rds", " more", closed=closed), chain, notes.append
+        )
+    ]
+    assert "".join(delta.text for delta in deltas) == "fine "
+    assert deltas[-1].finish_reason == "content_filter"
+    assert closed == [True]
+    assert [note.rule for note in notes] == ["blocklist"]
+
+
+async def test_what_is_held_at_the_end_is_sent_with_the_finish_reason() -> None:
+    deltas = [delta async for delta in watch(source("mail jo@exam", "ple.com"), CHAIN, lambda _: None)]
+    assert "".join(delta.text for delta in deltas) == "mail [REDACTED:email]"
+    assert deltas[-1].finish_reason == "stop"
+    assert deltas[-1].usage == Usage(1, 2)
+
+
+class Raises:
+    name = "broken"
+
+    def find(self, text: str) -> list[Span]:
+        raise RuntimeError("the rule is broken")
+
+    def open_from(self, text: str) -> int:
+        raise RuntimeError("the rule is broken")
+
+
+async def test_a_rule_that_raises_lets_nothing_out() -> None:
+    deltas = [delta async for delta in watch(source("secret"), Chain([Link(Raises(), "redact")]), lambda _: None)]
+    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("", "content_filter")]
