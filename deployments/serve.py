@@ -116,12 +116,13 @@ class Deployment:
         import ray
         from ray import serve
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         metrics = self._folder / "metrics"
         metrics.mkdir()
         progress("starting Ray", 0, 1)
         ray.init(
             address="local",
-            num_cpus=2,
+            num_cpus=2,  # replicas ask for none; 0 would have their workers started one by one
             include_dashboard=False,
             log_to_driver=False,
             object_store_memory=100 * 1024**2,
@@ -153,19 +154,19 @@ class Deployment:
         raise StartFailed(f"{self.url}/ready did not answer within {READY_TIMEOUT_S:g} s.")
 
     def drain(self) -> None:
-        """Every gateway refuses new requests and finishes the running ones."""
+        """Ends the replicas in good order: gateways refuse new requests and finish the running ones
+        (GatewayReplica.drain), and engines follow when nobody asks them any more."""
         from ray import serve
 
-        handle = serve.get_app_handle(GATEWAY_APP)
-        handle.broadcast("drain").results(timeout_s=self.config.gateway.drain_timeout_s + 5)
+        serve.delete(GATEWAY_APP)
+        for name in serve.status().applications:
+            serve.delete(name)
 
     def close(self) -> None:
-        """Leaves no process and no file. May be called at any point of the start."""
+        """Leaves no process and no file, and waits for no answer. May be called at any point of the start."""
         import ray
-        from ray import serve
 
         if ray.is_initialized():
-            serve.shutdown()
             ray.shutdown()
         if self._redis is not None:
             self._redis.close()

@@ -86,17 +86,16 @@ def config(port: int, admin_port: int, folder: Path) -> Path:
     return path
 
 
-def start(folder: Path) -> Served:
+def start(folder: Path, text: str | None = None) -> Served:
     port, admin_port = free_port(), free_port()
-    command = [sys.executable, "-m", "gearshift", "serve", str(config(port, admin_port, folder))]
+    path = config(port, admin_port, folder)
+    if text is not None:
+        path.write_text(text.format(port=port, admin_port=admin_port))
+    command = [sys.executable, "-m", "gearshift", "serve", str(path)]
     log = folder / "serve.log"
-    process = subprocess.Popen(
-        command,
-        stdout=log.open("wb"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    environ = os.environ | {"HF_HUB_OFFLINE": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environ)
     served = Served(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", process, folder / "traces.jsonl", log)
     eventually(lambda: "Ready on" in log.read_text() or process.poll() is not None, START_TIMEOUT_S)
     assert process.poll() is None, log.read_text()
@@ -353,10 +352,24 @@ def test_ctrl_c_finishes_running_streams_and_leaves_no_process(served: Served) -
     assert [process.name() for process in alive] == []
 
 
+ECHO = """
+models: {{echo: {{echo: {{}}}}}}
+prompts: {{none: {{}}}}
+policies: {{none: {{}}}}
+releases: {{echo-v1: {{model: echo, prompt: none, policy: none}}}}
+tiers: {{cheap: {{release: echo-v1}}}}
+tenants: {{dev: {{open: true}}}}
+gateway: {{port: {port}}}
+admin: {{port: {admin_port}}}
+"""
+
+
 def test_nothing_survives_a_killed_parent(tmp_path: Path) -> None:
-    served = start(tmp_path)
+    served = start(tmp_path, ECHO)
     children = family(served.process)
     served.process.kill()
     served.process.wait()
-    _, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(
+        children, timeout=150
+    )  # Ray's agents take a minute to notice; the rest is gone at once
     assert [process.name() for process in alive] == []
