@@ -128,11 +128,13 @@ class Pipeline:
         release = self._config.releases[served.release]
         policy = self._policies[release.policy]
         record.tier, record.release, record.experiment = served.tier, served.release, served.experiment
-        sampling = call.body.sampling(release.sampling)
-        with record.step("assemble"):
-            messages = assemble(self._config.prompts[release.prompt], call.body.request_messages())
+        sampling = record.sampling = call.body.sampling(release.sampling)
         with record.step("guard_input"):
-            messages = self._guard_input(policy, messages, record)
+            messages = self._guard_input(policy, call.body.request_messages(), record)
+        with record.step("assemble"):
+            prompt = self._config.prompts[release.prompt]
+            record.prompt = release.prompt, prompt.version
+            messages = assemble(prompt, messages)
         with record.step("cache"):
             question = self._question(call, served.release, messages, sampling, record)
             answer = await self._look_up(question, record)

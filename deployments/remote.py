@@ -10,6 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from gearshift.deployments.wire import Abort, Draining, Failed, Outbox, Piece, Stats, Submit, read_to_gateway
+from gearshift.platform.engine.inbox import Inbox, read
 from gearshift.platform.errors import EngineUnavailable, GearshiftError, Overloaded
 from gearshift.platform.request import Delta, EngineStats, Request
 
@@ -23,7 +24,7 @@ class Replica:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._outbox = Outbox(writer)
-        self._streams: dict[str, asyncio.Queue[Delta | GearshiftError]] = {}
+        self._streams: dict[str, Inbox] = {}
         self._reading = asyncio.create_task(self._read(reader))
         self.stats = EngineStats()
         self.draining = False
@@ -45,17 +46,12 @@ class Replica:
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         if not self.connected:
             raise _lost()
-        inbox: asyncio.Queue[Delta | GearshiftError] = asyncio.Queue()
+        inbox: Inbox = asyncio.Queue()
         self._streams[request.id] = inbox
         self._outbox.send(Submit(request))
         try:
-            while True:
-                item = await inbox.get()
-                if isinstance(item, GearshiftError):
-                    raise item
-                yield item
-                if item.finish_reason:
-                    return
+            async for delta in read(inbox):
+                yield delta
         finally:
             if self._streams.pop(request.id, None) is not None and self.connected:
                 self._outbox.send(Abort(request.id))

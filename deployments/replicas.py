@@ -140,6 +140,7 @@ class GatewayReplica:
         self._serving = asyncio.create_task(
             self._server.serve([shared_socket(config.gateway.host, config.gateway.port)])
         )
+        self._was_ready = False
         self._tasks = [
             asyncio.create_task(self._discover()),
             asyncio.create_task(SnapshotBoard(self._store, config).follow(self._snapshot)),
@@ -174,8 +175,11 @@ class GatewayReplica:
         self._emitter.close()
 
     def _missing(self) -> str | None:
-        """What /ready waits for."""
+        """What /ready waits for. Once everything was there, one model's loss does not take the gateway out of service."""
+        if self._was_ready:
+            return None
         away = [name for name, remote in self._remotes.items() if not remote.ready]
+        self._was_ready = not away
         return f"no replica of {', '.join(away)}" if away else None
 
     async def _discover(self) -> None:

@@ -124,7 +124,7 @@ class Deployment:
             address="local",
             num_cpus=2,  # replicas ask for none; 0 would have their workers started one by one
             include_dashboard=False,
-            log_to_driver=False,
+            log_to_driver=True,
             object_store_memory=100 * 1024**2,
             logging_level=logging.ERROR,
         )

@@ -32,7 +32,12 @@ SECRET_MARKS = ("sk-", "gs-", "gh", "glpat-", "xox", "AKIA", "ASIA", "AIza", "hf
 PEM_BEGIN = "-----BEGIN "
 PEM_ALPHABET = string.ascii_letters + string.digits + "+/=-" + string.whitespace
 EMAIL_PATTERN = r"[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,63}"  # lengths of RFC 5321, 4.5.3.1
-CARD_PATTERN = r"\d(?:[ -]?\d){12,18}"
+DIGITS_PATTERN = r"[0-9](?:[ -]?[0-9]){12,}"
+LONGEST_CARD = 19
+_GROUP = re.compile(r"[0-9]+")
+_CARD = re.compile(  # prefixes and lengths of ISO/IEC 7812 issuers: Visa, Mastercard, American Express, Diners, others
+    r"4[0-9]{12}(?:[0-9]{3}){0,2}|5[1-5][0-9]{14}|2[2-7][0-9]{14}|3[47][0-9]{13}|3[0689][0-9]{12}|6[0-9]{15,18}"
+)
 
 
 class Rule(Protocol):
@@ -84,17 +89,37 @@ class Secrets(Patterns):
 
 
 class Cards(Patterns):
-    """Payment card numbers: 13 to 19 digits whose Luhn checksum (ISO/IEC 7812-1, annex B) is right."""
+    """Payment card numbers, alone or among other numbers: whole groups of digits that together have a card issuer's
+    prefix and length, and a right checksum."""
 
     def __init__(self) -> None:
-        super().__init__("card", [CARD_PATTERN], string.digits, string.digits + " -")
+        super().__init__("card", [DIGITS_PATTERN], string.digits, string.digits + " -")
 
     def find(self, text: str) -> list[Span]:
-        return [span for span in super().find(text) if luhn(text[span.start : span.end])]
+        return [card for run in super().find(text) for card in _cards_in(text, run)]
 
     def open_from(self, text: str) -> int:
         end = super().open_from(text)
         return end + len(text[end:]) - len(text[end:].lstrip(" -"))  # a number begins with a digit
+
+
+def _cards_in(text: str, run: Span) -> list[Span]:
+    """The longest card that begins at each group of a run of digits; what is taken is not looked at again."""
+    groups = [Span(*match.span()) for match in _GROUP.finditer(text, run.start, run.end)]
+    found: list[Span] = []
+    for first, group in enumerate(groups):
+        if found and group.start < found[-1].end:
+            continue
+        digits, end = "", None
+        for part in groups[first : first + LONGEST_CARD]:
+            digits += text[part.start : part.end]
+            if len(digits) > LONGEST_CARD:
+                break
+            if _CARD.fullmatch(digits) and luhn(digits):
+                end = part.end
+        if end is not None:
+            found.append(Span(group.start, end))
+    return found
 
 
 class Blocklist:
@@ -123,6 +148,7 @@ class Blocklist:
 
 
 def luhn(text: str) -> bool:
+    """Whether the last digit is the right check digit of the others (ISO/IEC 7812-1, annex B)."""
     digits = [int(character) for character in reversed(text) if character.isdigit()]
     doubled = (digit * 2 - 9 if digit > 4 else digit * 2 for digit in digits[1::2])
     return (sum(digits[0::2]) + sum(doubled)) % 10 == 0

@@ -143,9 +143,11 @@ class ChatRequest(_Wire):
         wished = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if wished.get("top_k") == -1:  # vLLM's way to say "off"
             wished["top_k"] = 0
+        wished_tokens = self.max_completion_tokens or self.max_tokens
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
-            max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_completion_tokens,
+            max_tokens=wished_tokens or defaults.max_completion_tokens,
+            fit_context=wished_tokens is None,
             temperature=defaults.temperature if self.temperature is None else self.temperature,
             top_p=defaults.top_p if self.top_p is None else self.top_p,
             stop=tuple(text for text in stop if text),

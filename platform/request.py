@@ -25,6 +25,8 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
+    fit_context: bool = False
+    """Shorten `max_tokens` to what the context has room for, instead of refusing the request."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

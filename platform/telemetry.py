@@ -30,7 +30,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from prometheus_client import Counter, Gauge, Histogram
 
 from gearshift.platform.config import Telemetry
-from gearshift.platform.request import Usage
+from gearshift.platform.request import SamplingParams, Usage
 
 # Buckets in seconds, as the conventions advise.
 DURATION_BUCKETS = [0.01 * 2**n for n in range(14)]
@@ -112,6 +112,9 @@ class Record:
     started_ns: int = field(default_factory=time.time_ns)
     tenant: str = ""
     asked: str = ""
+    sampling: SamplingParams | None = None
+    prompt: tuple[str, int] | None = None
+    """Name and version of the prompt."""
     tier: str = ""
     release: str = ""
     experiment: str = ""
@@ -236,8 +239,23 @@ class Emitter:
 
 
 def _attributes(record: Record) -> dict[str, Any]:
-    usage, first = record.usage, record.first_token_ns
-    return {
+    usage, first, sampling = record.usage, record.first_token_ns, record.sampling
+    prompt_name, prompt_version = record.prompt or (None, None)
+    asked = (
+        {
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k or None,
+            "gen_ai.request.seed": sampling.seed,
+            "gen_ai.request.stop_sequences": sampling.stop or None,
+        }
+        if sampling
+        else {}
+    )
+    return asked | {
+        "gen_ai.prompt.name": prompt_name,
+        "gen_ai.prompt.version": str(prompt_version) if prompt_version else None,
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "gearshift",
         "gen_ai.request.model": record.asked,

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from gearshift.platform.engine.core import EngineCore, Output
+from gearshift.platform.engine.inbox import Inbox, read
 from gearshift.platform.engine.sequence import Sequence
 from gearshift.platform.errors import ContextLengthExceeded, EngineUnavailable, GearshiftError, Overloaded, ShuttingDown
 from gearshift.platform.request import Delta, EngineStats, Message, Request
@@ -38,7 +39,7 @@ class AsyncEngine:
         self._max_len = min(max_model_len, core.scheduler.pool.capacity)
         self._max_admitted = core.scheduler.max_num_seqs + max_queued_requests
         self._admitted = 0
-        self._streams: dict[str, asyncio.Queue[Delta | GearshiftError]] = {}
+        self._streams: dict[str, Inbox] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stats = core.stats()
         self._closing = False
@@ -86,8 +87,9 @@ class AsyncEngine:
 
     def _sequence(self, request: Request, ids: list[int]) -> Sequence:
         sampling, room = request.sampling, self._max_len - len(ids)
-        if room < 1 or (sampling.max_tokens is not None and sampling.max_tokens > room):
-            wanted = f" and {sampling.max_tokens} for the answer" if sampling.max_tokens else ""
+        wished = None if sampling.fit_context else sampling.max_tokens
+        if room < 1 or (wished is not None and wished > room):
+            wanted = f" and {wished} for the answer" if wished else ""
             raise ContextLengthExceeded(
                 f"The context holds {self._max_len} tokens, but the request needs {len(ids)} for the messages{wanted}. "
                 "Shorten the messages or ask for fewer tokens.",
@@ -97,24 +99,19 @@ class AsyncEngine:
             id=request.id,
             prompt_ids=ids,
             sampling=sampling,
-            max_tokens=room if sampling.max_tokens is None else sampling.max_tokens,
+            max_tokens=min(room, sampling.max_tokens or room),
             stop_ids=frozenset(sampling.stop_token_ids)
             | (frozenset() if sampling.ignore_eos else self._prompts.eos_ids),
             seed=random.getrandbits(63) if sampling.seed is None else sampling.seed,
         )
 
     async def _stream(self, sequence: Sequence) -> AsyncGenerator[Delta, None]:
-        inbox: asyncio.Queue[Delta | GearshiftError] = asyncio.Queue()
+        inbox: Inbox = asyncio.Queue()
         self._streams[sequence.id] = inbox
         self._commands.put(lambda: self._core.add(sequence))
         try:
-            while True:
-                item = await inbox.get()
-                if isinstance(item, GearshiftError):
-                    raise item
-                yield item
-                if item.finish_reason:
-                    return
+            async for delta in read(inbox):
+                yield delta
         finally:
             if self._streams.pop(sequence.id, None) is not None:
                 self._commands.put(lambda: self._core.abort(sequence.id))

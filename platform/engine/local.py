@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from gearshift.platform.config import Model
 from gearshift.platform.engine.blocks import BlockPool
 from gearshift.platform.engine.bridge import AsyncEngine, Prompts
 from gearshift.platform.engine.core import EngineCore
 from gearshift.platform.engine.scheduler import Scheduler
-from gearshift.platform.errors import ConfigError
+from gearshift.platform.errors import ConfigError, InvalidRequest
 from gearshift.platform.request import Message
 
 
@@ -22,7 +24,10 @@ def chat_encoder(tokenizer: Any) -> Any:
             {"role": "system" if message.role == "developer" else message.role, "content": message.content}
             for message in messages
         ]
-        ids: list[int] = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        try:
+            ids: list[int] = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        except TemplateError as error:
+            raise InvalidRequest(f"The model's chat template refuses these messages: {error}.", "messages") from error
         return ids
 
     return encode

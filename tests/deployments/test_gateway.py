@@ -191,7 +191,8 @@ async def test_a_blocked_answer_ends_with_content_filter_and_stops_the_engine(se
 TEXT_WITH_OUTPUT_RULE = """
 models: {small: {echo: {}}}
 prompts: {none: {}}
-policies: {p: {rules: [{rule: blocklist, stages: [output], action: block, terms: [forbidden words]}]}}
+policies:
+  p: {rules: [{rule: email, stages: [input]}, {rule: blocklist, stages: [output], action: block, terms: [forbidden words]}]}
 releases: {r: {model: small, prompt: none, policy: p, sampling: {temperature: 0}}}
 tiers: {cheap: {release: r}}
 tenants: {dev: {open: true}}
@@ -280,6 +281,14 @@ async def test_the_router_s_choice_falls_back_before_the_first_token_and_a_clien
         assert raw.headers["x-gearshift-tier"] == "expensive"
         with pytest.raises(openai.InternalServerError):
             await ask(gateway, "cheap", "Hi there")
+
+
+async def test_the_operator_s_prompt_leads_and_is_not_redacted(serve: Any) -> None:
+    async with serve(
+        TEXT_WITH_OUTPUT_RULE.replace("{none: {}}", "{none: {system: Write to help@example.com}}")
+    ) as gateway:
+        raw = await ask(gateway)
+    assert raw.parse().usage.prompt_tokens == 3 + 5
 
 
 async def test_a_new_snapshot_moves_the_arm_of_the_next_request(serve: Any) -> None:

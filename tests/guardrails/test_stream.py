@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.guardrails.chain import Chain, Link, make_chain
+from gearshift.guardrails.rules import Rule as RuleProtocol
 from gearshift.guardrails.stream import WINDOW_CHARS, Window, watch
-from gearshift.guardrails.verdict import Span, Verdict
+from gearshift.guardrails.verdict import Verdict
 from gearshift.platform.config import Policy, Rule
 from gearshift.platform.request import Delta, Usage
 
@@ -95,16 +96,6 @@ async def test_what_is_held_at_the_end_is_sent_with_the_finish_reason() -> None:
     assert deltas[-1].usage == Usage(1, 2)
 
 
-class Raises:
-    name = "broken"
-
-    def find(self, text: str) -> list[Span]:
-        raise RuntimeError("the rule is broken")
-
-    def open_from(self, text: str) -> int:
-        raise RuntimeError("the rule is broken")
-
-
-async def test_a_rule_that_raises_lets_nothing_out() -> None:
-    deltas = [delta async for delta in watch(source("secret"), Chain([Link(Raises(), "redact")]), lambda _: None)]
+async def test_a_rule_that_raises_lets_nothing_out(broken: RuleProtocol) -> None:
+    deltas = [delta async for delta in watch(source("secret"), Chain([Link(broken, "redact")]), lambda _: None)]
     assert [(delta.text, delta.finish_reason) for delta in deltas] == [("", "content_filter")]

@@ -166,6 +166,8 @@ async def test_what_does_not_fit_the_context_is_refused_and_not_cut(engine: Asyn
     with pytest.raises(ContextLengthExceeded, match="and 50 for the answer"):
         await answer(engine, ask("long", [5] * 160, max_tokens=50))
     assert engine.stats().steps == 0
+    fitted = await answer(engine, ask("fit", [5] * 195, max_tokens=50, fit_context=True, ignore_eos=True))
+    assert len(tokens(fitted)) == 5
 
 
 async def test_without_a_limit_the_answer_may_fill_the_context(engine: AsyncEngine) -> None:
