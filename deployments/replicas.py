@@ -51,8 +51,8 @@ class Place:
         self.folder = folder
         self.redis_url = redis_url
 
-    def store(self, config: Config) -> Store:
-        return Store(self.redis_url, config.redis.namespace, config.redis.timeout_s)
+    def store(self, config: Config, timeout_s: float | None = None) -> Store:
+        return Store(self.redis_url, config.redis.namespace, timeout_s or config.redis.timeout_s)
 
 
 class EngineReplica:
@@ -74,7 +74,7 @@ class EngineReplica:
             self._engine = await asyncio.to_thread(load_engine, weights, settings)
         self._meter = EngineMeter(model, self._name)
         self._server = EngineServer(self._engine, self._meter.watch)
-        self._store = place.store(config)
+        self._store = place.store(config, timeout_s=registry.STALE_S)  # nobody waits for it, and computing comes first
         await self._server.start(self._path)
         self._beating = asyncio.create_task(registry.beat(self._store, lambda: self._member(model)))
 

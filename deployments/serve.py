@@ -160,7 +160,9 @@ class Deployment:
 
         serve.delete(GATEWAY_APP)
         for name in serve.status().applications:
-            serve.delete(name)
+            serve.delete(name, _blocking=False)
+        while serve.status().applications:
+            time.sleep(0.1)
 
     def close(self) -> None:
         """Leaves no process and no file, and waits for no answer. May be called at any point of the start."""
