@@ -25,26 +25,37 @@ class Pipe:
         self._timeout_s = timeout_s
         self._connection: AbstractConnection | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._waiting: deque[asyncio.Future[Any]] = deque()
+        self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._losing: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
 
     async def call(self, *command: Any) -> Any:
         """The reply. Raises `ResponseError` for one that is an error, `RedisError` or `OSError` when none came in time."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                connection = self._connection or await self._connect()
-                reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                self._waiting.append(reply)
-                # queues the bytes before it waits for anything, so the order of replies is the order of `_waiting`
-                await connection.send_packed_command(connection.pack_command(*command), check_health=False)
-                return await reply
-        except TimeoutError as error:
-            raise RedisConnectionError(f"no reply within {self._timeout_s:g} s") from error
+        connection = self._connection or await self._connect()
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Any] = loop.create_future()
+        self._waiting.append((loop.time() + self._timeout_s, reply))
+        if self._watchdog is None:
+            self._watchdog = loop.call_later(self._timeout_s, self._watch)
+        # queues the bytes before it waits for anything, so the order of replies is the order of `_waiting`
+        await connection.send_packed_command(connection.pack_command(*command), check_health=False)
+        return await reply
 
     async def close(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
         await self._lose(RedisConnectionError("closed"))
+
+    def _watch(self) -> None:
+        """One timer for all commands: when the oldest is overdue the connection is given up, and with it all others."""
+        self._watchdog = None
+        if not self._waiting:
+            return
+        loop, (deadline, _) = asyncio.get_running_loop(), self._waiting[0]
+        if loop.time() < deadline:
+            self._watchdog = loop.call_at(deadline, self._watch)
+        else:
+            overdue = RedisConnectionError(f"no reply within {self._timeout_s:g} s")
+            self._losing = loop.create_task(self._lose(overdue))
 
     async def _connect(self) -> AbstractConnection:
         async with self._connecting:
@@ -63,10 +74,11 @@ class Pipe:
                 except ResponseError as error:
                     self._answer(error)
         except (RedisError, OSError) as error:
-            await self._lose(error)
+            if connection is self._connection:
+                await self._lose(error)
 
     def _answer(self, reply: Any) -> None:
-        future = self._waiting.popleft()
+        _, future = self._waiting.popleft()
         if future.done():  # nobody waits any more
             return
         if isinstance(reply, ResponseError):
@@ -77,8 +89,13 @@ class Pipe:
     async def _lose(self, error: Exception) -> None:
         """Everybody who waits learns of it; the next command connects anew."""
         connection, self._connection = self._connection, None
+        if self._reader is not None and self._reader is not asyncio.current_task():
+            self._reader.cancel()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
         waiting, self._waiting = self._waiting, deque()
-        for future in waiting:
+        for _, future in waiting:
             if not future.done():
                 future.set_exception(error)
         if connection is not None:
