@@ -49,6 +49,7 @@ ConfigArgument = Annotated[Path | None, typer.Argument(help="Deployment config; 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 UrlOption = Annotated[str, typer.Option(envvar="GEARSHIFT_URL", help="The API's address.")]
 AdminOption = Annotated[str, typer.Option("--admin-url", envvar="GEARSHIFT_ADMIN_URL", help="The admin API's address.")]
+WATCH_S = 1.0
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8001"
 
@@ -76,7 +77,8 @@ def serve(config: ConfigArgument = None) -> None:
     admin = AdminServer(loaded, deployment.place.redis_url)
     try:
         _announce(loaded, deployment.url)
-        stop.wait()
+        while not stop.wait(WATCH_S):
+            deployment.watch()
         err.print("Draining: running answers are finished, new requests are refused. Ctrl-C again to cut them off.")
         deployment.drain()
     finally:
@@ -165,6 +167,7 @@ def models_pull(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Deployment config to take the sources from.")] = None,
     verify: Annotated[bool, typer.Option(help="Read every byte of what is here already, and compare.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Fetch weights now, so that `serve` need not."""
     texts = sources or [model.source for model in load(_config_path(config)).models.values() if model.source]
@@ -176,7 +179,10 @@ def models_pull(
             _fail(
                 f"{text}: the files in {weights.path} have changed since they were written. Remove the folder and pull again."
             )
-        out.print(f"{text}: {weights.path} (revision {weights.revision})", highlight=False, soft_wrap=True)
+        if not as_json:
+            out.print(f"{text}: {weights.path} (revision {weights.revision})", highlight=False, soft_wrap=True)
+    if as_json:
+        out.print_json(data=[{"source": t, "path": str(w.path), "revision": w.revision} for t, w in fetched.items()])
 
 
 @config_app.command("check")

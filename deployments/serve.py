@@ -153,6 +153,11 @@ class Deployment:
             time.sleep(0.05)
         raise StartFailed(f"{self.url}/ready did not answer within {READY_TIMEOUT_S:g} s.")
 
+    def watch(self) -> None:
+        """To be called now and then, from the thread that made the deployment: what Ray does not keep alive."""
+        if self._redis is not None and self._redis.revive():
+            log.error("the embedded Redis had ended and was started again; cached answers and counts are lost")
+
     def drain(self) -> None:
         """Ends the replicas in good order: gateways refuse new requests and finish the running ones
         (GatewayReplica.drain), and engines follow when nobody asks them any more."""

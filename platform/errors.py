@@ -153,11 +153,11 @@ def all_errors() -> dict[str, type[GearshiftError]]:
 def public(error: BaseException) -> GearshiftError:
     """What a client may see of `error`: ours as it is, anything else without its text.
 
-    A Ray task error wraps the original in `cause`: it is unwrapped here, and only here.
+    A Ray task error wraps the original in `cause`; it may be an instance of the original's class too, but without its
+    attributes and with a remote traceback for a text: it is unwrapped here, and only here.
     """
-    if isinstance(error, GearshiftError) and type(error).__name__ in all_errors():
-        return error
     cause = getattr(error, "cause", None)
-    if isinstance(cause, GearshiftError):
-        return cause
+    original = cause if isinstance(cause, BaseException) else error
+    if isinstance(original, GearshiftError):
+        return original
     return InternalError("The server had an internal error. Quote the x-request-id when you report it.")

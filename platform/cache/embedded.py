@@ -30,13 +30,19 @@ class EmbeddedRedis:
 
     def __init__(self, folder: Path) -> None:
         self._socket = folder / "redis.sock"
+        self._folder = folder
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        folder = self._folder
         command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(folder), "--daemonize", "no"]
         command += ["--maxmemory", "256mb", "--maxmemory-policy", "volatile-lru"]
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_child_setup
         )
-        self._wait()
+        self._wait(process)
+        return process
 
     @property
     def url(self) -> str:
@@ -46,25 +52,36 @@ class EmbeddedRedis:
     def pid(self) -> int:
         return self._process.pid
 
-    def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def revive(self) -> bool:
+        """Starts the server again if it has ended by itself; what it held is gone. True if it had to."""
+        if self._process.poll() is None:
+            return False
+        self._process = self._start()
+        return True
 
-    def _wait(self) -> None:
+    def close(self) -> None:
+        _end(self._process)
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         client = redis.Redis(unix_socket_path=str(self._socket))
-        while time.monotonic() < deadline and self._process.poll() is None:
+        while time.monotonic() < deadline and process.poll() is None:
             with contextlib.suppress(redis.ConnectionError):
                 client.ping()
                 client.close()
                 return
             time.sleep(0.01)
-        self.close()
+        _end(process)
         raise RedisUnavailable("The embedded Redis server did not start; set redis.url to a server of your own.")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _child_setup() -> None:

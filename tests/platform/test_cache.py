@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -159,6 +160,17 @@ async def test_without_redis_the_cache_misses_limits_follow_the_config_and_it_he
             await asyncio.sleep(0.05)
     assert (await RateLimits(store, "deny").reserve("acme", SLOW, 1)).requests_left is not None
     await store.close()
+    server.close()
+
+
+def test_an_embedded_server_that_died_is_started_again(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    first = server.pid
+    assert not server.revive()
+    os.kill(first, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(first)], timeout=5)
+    assert server.revive()
+    assert server.pid != first
     server.close()
 
 

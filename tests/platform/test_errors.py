@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from gearshift.deployments.wire import Failed
 from gearshift.platform import errors
@@ -47,10 +48,17 @@ def test_errors_survive_pickling_and_the_wire(name: str, kind: type[GearshiftErr
 
 
 def test_an_error_raised_in_another_ray_actor_is_unwrapped() -> None:
-    class TaskError(Exception):  # as Ray wraps it: the original is in `cause`, the text is a remote traceback
-        cause = RateLimited("slow down")
-
-    assert public(TaskError("\x1b[36mray::Engine()\x1b[39m Traceback ...")).message == "slow down"
+    remote = "\x1b[36mray::Engine()\x1b[39m Traceback (most recent call last): ..."
+    for cause, shown in ((RateLimited("slow down"), RateLimited), (KeyError("secret"), InternalError)):
+        wrapped = RayTaskError("generate", remote, cause)
+        for error in (
+            wrapped,
+            wrapped.as_instanceof_cause(),
+            pickle.loads(pickle.dumps(wrapped)).as_instanceof_cause(),
+        ):
+            assert type(public(error)) is shown
+            assert "Traceback" not in str(public(error).body())
+            assert "secret" not in str(public(error).body())
 
 
 def test_internal_text_never_reaches_a_client() -> None:
