@@ -18,12 +18,13 @@ from typing import Any
 from urllib.request import urlopen
 
 from gearshift.eval.bench import Bar, Report, collect
-from gearshift.eval.load import Body, Load, run
+from gearshift.eval.load import Body, Load, idle_cpu_ms_per_second, run
 from gearshift.platform.weights.source import Progress
 
 STREAM_TOKENS = 100
 BARS_MS = {"request": 2.2, "cache hit": 0.8, "streamed token": 0.15}
 CLIENTS = (1, 32)
+IDLE_S = 3.0
 
 BARE = """
 import asyncio, json, sys, uvicorn
@@ -90,19 +91,20 @@ def bench_gateway(target: Target, step_s: float, repeats: int, requests: int, pr
     """Runs all measurements `repeats` times after a warm-up. `step_s` is the engine's time between tokens of a stream.
 
     The bars are held at the larger number of clients. At one client every process sleeps between two events and is woken
-    for each, which costs the bare route as much; those rows are shown beside it.
+    for each, which costs the bare route as much, and the idle work of a second is spread over few requests.
     """
     bare = BareRoute(step_s)
     try:
         asyncio.run(_once(target, bare, requests // 10, -1))
-        runs = []
+        runs, idle = [], []
         for number in range(repeats):
             progress("measuring", number, repeats)
+            idle.append(idle_cpu_ms_per_second(target.pids, IDLE_S))
             runs.append(asyncio.run(_once(target, bare, requests, number)))
         progress("measuring", repeats, repeats)
     finally:
         bare.close()
-    report = Report("gateway")
+    report = Report("gateway", [collect("idle, all processes of the path", "CPU ms/s", idle)])
     for clients in CLIENTS:
         for kind in ("bare", "request", "cache hit"):
             loads = [measured[kind, clients] for measured in runs]

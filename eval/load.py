@@ -48,6 +48,13 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
+def idle_cpu_ms_per_second(pids: Sequence[int], seconds: float) -> float:
+    """What the processes use while nobody asks them anything."""
+    cpu = cpu_seconds(pids)
+    time.sleep(seconds)
+    return (cpu_seconds(pids) - cpu) / seconds * 1e3
+
+
 async def run(url: str, body: Body, requests: int, clients: int, pids: Sequence[int], key: str = "") -> Load:
     """Sends `requests` requests over `clients` connections; anything but a 200 raises. CPU is that of `pids`."""
     numbers = itertools.count()
