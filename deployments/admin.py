@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import threading
 import time
@@ -20,8 +19,9 @@ from gearshift.deployments import registry
 from gearshift.deployments.control import SnapshotBoard
 from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.config import Config
-from gearshift.platform.errors import GearshiftError, InvalidApiKey, LimitsUnavailable, public
+from gearshift.platform.errors import GearshiftError, LimitsUnavailable, public
 from gearshift.platform.request import JsonObject
+from gearshift.platform.tenants import require_token
 from gearshift.router.arms import Snapshot
 
 
@@ -39,8 +39,7 @@ def create_admin_app(config: Config, store: Store, environ: Mapping[str, str]) -
     started = time.time()
 
     def guard(authorization: str = Header(default="")) -> None:
-        if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
-            raise InvalidApiKey("The admin token is missing or wrong; send it as `Authorization: Bearer TOKEN`.")
+        require_token(token, authorization)
 
     app = FastAPI(title="Gearshift admin", version=__version__, dependencies=[Depends(guard)])
 

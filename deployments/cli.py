@@ -196,7 +196,7 @@ def config_check(
         return
     from ruamel.yaml import YAML
 
-    YAML(typ="safe").dump(resolved, sys.stdout)
+    YAML().dump(resolved, sys.stdout)  # in the file's order: that of the tiers has a meaning
 
 
 @keys_app.command("new")

@@ -35,6 +35,7 @@ from gearshift.platform.errors import (
 from gearshift.platform.openai import ChunkWriter, Identity, completion, error_event, model_object, parse_chat
 from gearshift.platform.request import Delta, Usage
 from gearshift.platform.telemetry import Emitter, Record
+from gearshift.platform.tenants import require_token
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,13 @@ CLIENT_GONE = 499
 """nginx's status for a client that went away; only ever seen in records."""
 
 
-def create_app(pipeline: Pipeline, config: Gateway, emitter: Emitter, ready: Callable[[], str | None]) -> FastAPI:
+def create_app(
+    pipeline: Pipeline,
+    config: Gateway,
+    emitter: Emitter,
+    ready: Callable[[], str | None],
+    metrics_token: str | None = None,
+) -> FastAPI:
     """`ready` says what is still missing, or None."""
     app = FastAPI(title="Gearshift", version=__version__, docs_url=None, redoc_url=None)
     created = int(time.time())
@@ -78,7 +85,8 @@ def create_app(pipeline: Pipeline, config: Gateway, emitter: Emitter, ready: Cal
         return JSONResponse({"status": "not ready", "reason": missing}, status_code=503)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        require_token(metrics_token, request.headers.get("authorization", ""))
         body, content_type = await asyncio.to_thread(metrics_page)
         return Response(body, media_type=content_type)
 
@@ -170,7 +178,7 @@ class ChatExchange:
                     id=record.request_id,
                     body=parse_chat(body),
                     authorization=headers.get("authorization", ""),
-                    no_cache="no-" in headers.get("cache-control", ""),
+                    no_cache=_refuses_cache(headers.get("cache-control", "")),
                     trace=self._emitter.propagate(span),
                 )
                 await self._answer(call, send)
@@ -251,6 +259,10 @@ class ChatExchange:
                 "x-gearshift-cache": record.cache,
             }
         return facts | (reservation.headers() if reservation else {})
+
+
+def _refuses_cache(cache_control: str) -> bool:
+    return not {"no-cache", "no-store"}.isdisjoint(part.strip().lower() for part in cache_control.split(","))
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -125,7 +125,9 @@ class GatewayReplica:
             ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes),
             lambda: self._snapshot.current,
         )
-        app = create_app(self._pipeline, config.gateway, self._emitter, self._missing)
+        token_env = config.telemetry.metrics_token_env
+        token = os.environ[token_env] if token_env else None
+        app = create_app(self._pipeline, config.gateway, self._emitter, self._missing, token)
         self._server = _Server(
             uvicorn.Config(
                 app,

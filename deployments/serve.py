@@ -187,6 +187,7 @@ def check_environment(config: Config) -> None:
         (f"models.{n}.upstream.api_key_env", m.upstream.api_key_env) for n, m in config.models.items() if m.upstream
     ]
     wanted += [("redis.url_env", config.redis.url_env), ("admin.token_env", config.admin.token_env)]
+    wanted += [("telemetry.metrics_token_env", config.telemetry.metrics_token_env)]
     problems += [
         f"{path}: {env} is not set in the environment" for path, env in wanted if env and env not in os.environ
     ]

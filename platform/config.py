@@ -176,7 +176,7 @@ class Tenant(Section):
     open: bool = False
     """Requests without a known key belong to this tenant. For a laptop, not for production."""
     models: Annotated[list[str], Field(min_length=1)] = ["*"]
-    """What the tenant may ask for: names of tiers and releases, `auto`, or `*` for all."""
+    """What the tenant may ask for: names of tiers and releases, `auto` (the router may then choose any tier), `*` for all."""
     limits: Limits = Limits()
 
 
@@ -226,6 +226,9 @@ class Telemetry(Section):
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     records: Literal["off", "stdout", "file"] = "off"
     records_path: str = "gearshift-requests.jsonl"
+    metrics_token_env: str | None = None
+    """Environment variable with a bearer token that /metrics asks for. Without one, whoever reaches the gateway can read
+    the names of tenants and how much they use."""
 
 
 class Config(Section):

@@ -42,6 +42,12 @@ def hash_key(key: str) -> str:
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
+def require_token(token: str | None, authorization: str) -> None:
+    """For routes behind one token. None asks for none; raises `InvalidApiKey`."""
+    if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+        raise InvalidApiKey("The token of this route is missing or wrong; send it as `Authorization: Bearer TOKEN`.")
+
+
 class Tenants:
     """Knows the hashes of all keys. A key is found by the beginning of its hash and compared in constant time."""
 

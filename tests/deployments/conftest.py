@@ -82,7 +82,8 @@ def serve(store: Store, anyio_backend: str) -> Serve:
             ExactCache(store, 60, 100_000),
             lambda: snapshot[-1],
         )
-        app = create_app(pipeline, config.gateway, Emitter(config.telemetry), lambda: None)
+        token = "sesame" if config.telemetry.metrics_token_env else None
+        app = create_app(pipeline, config.gateway, Emitter(config.telemetry), lambda: None, token)
         listener = shared_socket("127.0.0.1", 0)
         server = _Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve([listener]))

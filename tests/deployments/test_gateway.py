@@ -326,6 +326,13 @@ async def test_health_ready_and_metrics(serve: Any) -> None:
         assert caught.value.code == "shutting_down"
 
 
+async def test_metrics_may_ask_for_a_token(serve: Any) -> None:
+    text = TEXT_WITH_OUTPUT_RULE + "telemetry: {metrics_token_env: METRICS_TOKEN}"
+    async with serve(text) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+        assert (await client.get("/metrics")).status_code == 401
+        assert (await client.get("/metrics", headers={"authorization": "Bearer sesame"})).status_code == 200
+
+
 async def test_bodies_are_json_for_any_client(serve: Any) -> None:
     async with serve() as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
         response = await client.post(
