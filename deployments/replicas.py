@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 DISCOVER_S = 0.25
 KEEP_ALIVE_S = 75
+LINGER_S = 0.5
+"""How long connections that were just accepted may still ask and be told that this gateway is shutting down."""
 
 
 class Place:
@@ -166,6 +168,9 @@ class GatewayReplica:
     async def __del__(self) -> None:
         """Called by Serve when the replica is to go."""
         await self.drain()
+        for listener in self._server.servers:
+            listener.close()  # new connections go to the other gateways of the node
+        await asyncio.sleep(LINGER_S)
         self._server.should_exit = True
         await self._serving
         for task in self._tasks:
