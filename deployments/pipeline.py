@@ -101,8 +101,9 @@ class Pipeline:
             try:
                 with record.step("route"):
                     candidates = self._route(call, record)
-                async for delta in self._first_that_answers(call, candidates, record):
-                    yield delta
+                async with aclosing(self._first_that_answers(call, candidates, record)) as deltas:
+                    async for delta in deltas:
+                        yield delta
             finally:
                 self._limits.settle(reservation, _used(record))
 

@@ -50,7 +50,7 @@ class Replica:
         self._streams[request.id] = inbox
         self._outbox.send(Submit(request))
         try:
-            async for delta in read(inbox):
+            async for delta in read(inbox):  # owns nothing that must be closed
                 yield delta
         finally:
             if self._streams.pop(request.id, None) is not None and self.connected:

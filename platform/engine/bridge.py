@@ -8,6 +8,7 @@ import queue
 import random
 import threading
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from gearshift.platform.engine.core import EngineCore, Output
@@ -54,8 +55,9 @@ class AsyncEngine:
         try:
             ids = await asyncio.to_thread(self._prompts.encode, request.messages)
             sequence = self._sequence(request, ids)
-            async for delta in self._stream(sequence):
-                yield delta
+            async with aclosing(self._stream(sequence)) as deltas:
+                async for delta in deltas:
+                    yield delta
         finally:
             self._admitted -= 1
 

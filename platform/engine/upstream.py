@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -41,12 +42,13 @@ class UpstreamEngine:
         self._running += 1
         finished = False
         try:
-            async for delta in self._deltas(request):
-                finished = delta.finish_reason is not None
-                if delta.usage is not None:
-                    self._prompt_tokens += delta.usage.prompt_tokens
-                    self._generation_tokens += delta.usage.completion_tokens
-                yield delta
+            async with aclosing(self._deltas(request)) as deltas:
+                async for delta in deltas:
+                    finished = delta.finish_reason is not None
+                    if delta.usage is not None:
+                        self._prompt_tokens += delta.usage.prompt_tokens
+                        self._generation_tokens += delta.usage.completion_tokens
+                    yield delta
         except httpx.ConnectError as error:
             raise EngineUnavailable("The server behind this model can't be reached.") from error
         except httpx.TimeoutException as error:
