@@ -19,6 +19,10 @@ from gearshift.platform.errors import ConfigError, WeightsError
 from gearshift.platform.weights import source
 
 Loc = tuple[str | int, ...]
+NAMED: tuple[Loc, ...] = tuple(
+    (name,) for name in ("models", "prompts", "policies", "releases", "experiments", "tiers", "tenants")
+)
+"""Sections whose keys are names."""
 Problem = tuple[Loc, str]
 
 
@@ -40,20 +44,34 @@ def parse(text: str, name: str = "config") -> Config:
         raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}") from error
     if not isinstance(raw, CommentedMap):
         raise ConfigError(f"{name}:1: a config is a mapping with the keys {', '.join(Config.model_fields)}")
-    config, problems = _validate(raw)
-    if config is not None:
-        problems = list(_cross_check(config))
+    config, problems = _validate(_plain(raw))
+    readable = config if config is not None else _without(_plain(raw), [loc for loc, _ in problems])
+    if readable is not None:
+        problems += _cross_check(readable)
     if config is None or problems:
         lines = [(_line(raw, loc), ".".join(map(str, loc)), what) for loc, what in problems]
         raise ConfigError("\n".join(f"{name}:{line}: {path}: {what}" for line, path, what in sorted(lines)))
     return config
 
 
-def _validate(raw: CommentedMap) -> tuple[Config | None, list[Problem]]:
+def _validate(plain: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
     try:
-        return Config.model_validate(_plain(raw)), []
+        return Config.model_validate(plain), []
     except ValidationError as error:
         return None, [_problem(dict(detail)) for detail in error.errors(include_url=False)]
+
+
+def _without(plain: dict[str, Any], locs: list[Loc]) -> Config | None:
+    """The config without the values that are wrong, so that the names in the rest can be checked in the same go. None when
+    something is wrong that others may refer to, or that can't be left out."""
+    for loc in locs:
+        node: Any = plain
+        for part in loc[:-1]:
+            node = node[int(part)] if isinstance(node, list) else node.get(part) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or isinstance(node.get(loc[-1]), dict | list) or loc[:-1] in NAMED:
+            return None
+        node.pop(loc[-1], None)
+    return _validate(plain)[0]
 
 
 def _plain(node: Any) -> Any:

@@ -57,8 +57,16 @@ def test_a_problem_is_told_with_its_line_its_path_and_a_hint(old: str, new: str,
 
 def test_all_problems_are_told_at_once() -> None:
     text = TEXT.replace("threads: 1", "treads: 1").replace("ttl_s: 3600", "ttl_s: soon")
-    text = text.replace("scorer: features", "scorer: featurs")
-    assert len(problems(text)) == 3
+    text = text.replace("scorer: features", "scorer: featurs").replace("release: qwen-v1", "release: qwen-v2")
+    found = problems(text)
+    assert len(found) == 4
+    lines = [int(problem.split(":")[1]) for problem in found]
+    assert lines == sorted(lines)
+
+
+def test_what_follows_from_a_broken_definition_is_not_told_as_well() -> None:
+    found = problems(TEXT.replace("  assistant:\n    version: 1\n", "  assistant: 5\n  other:\n    version: 1\n"))
+    assert [problem.split(": ")[1] for problem in found] == ["prompts.assistant"]
 
 
 def test_negative_weights_and_weights_that_are_all_zero() -> None:
