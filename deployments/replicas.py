@@ -87,6 +87,8 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is to go: finishes what runs."""
+        if not hasattr(self, "_beating"):  # it never came up
+            return
         await self._server.drain(self._config.gateway.drain_timeout_s)
         self._beating.cancel()
         await registry.leave(self._store, self._name)
@@ -167,6 +169,8 @@ class GatewayReplica:
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is to go."""
+        if not hasattr(self, "_tasks"):  # it never came up
+            return
         await self.drain()
         for listener in self._server.servers:
             listener.close()  # new connections go to the other gateways of the node

@@ -222,12 +222,16 @@ async def test_a_client_that_goes_away_aborts_the_engine_and_frees_its_seat(serv
 
 
 async def test_over_the_bound_requests_are_refused_at_once(serve: Any) -> None:
-    async with serve(small=EchoEngine(delay_s=0.2)) as gateway:
-        tasks = [asyncio.create_task(ask(gateway, text=f"question {n}")) for n in range(7)]
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    refused = [result for result in results if isinstance(result, openai.RateLimitError)]
+    slow = EchoEngine(delay_s=0.5)
+    headers = {"authorization": "Bearer gs-alice"}
+    bodies = [{"model": "cheap", "messages": [{"role": "user", "content": f"question {n}"}]} for n in range(7)]
+    async with serve(small=slow) as gateway, httpx.AsyncClient(base_url=gateway.url, headers=headers) as client:
+        posts = [client.post("/v1/chat/completions", json=body) for body in bodies]
+        responses = await asyncio.gather(*posts)
+    refused = [response for response in responses if response.status_code == 429]
     assert len(refused) == 3
-    assert all(error.response.headers["retry-after"] == "1" for error in refused)
+    assert all(response.headers["retry-after"] == "1" for response in refused)
+    assert all(response.json()["error"]["code"] == "overloaded" for response in refused)
 
 
 async def test_an_answer_that_takes_too_long_is_a_504_and_not_retried(serve: Any) -> None:
