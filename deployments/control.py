@@ -54,23 +54,36 @@ class SnapshotBoard:
         old = await self.read()
         arms = {arm: float(weights.get(arm, 0.0)) for arm in known.arms}
         new = Snapshot(old.epoch + 1, {**old.weights, experiment: arms})
-        encoded = msgspec.msgpack.encode(new)
-        done = await self._store.script(COMPARE_AND_SET, [self._key], self._key, old.epoch, new.epoch, encoded)
-        if not done:
+        if not await self._replace(old.epoch, new):
             raise Conflict("Somebody else changed the weights at the same time; look at them and try again.")
         return new
 
     async def follow(self, holder: SnapshotHolder) -> None:
-        """Keeps `holder` up to date until cancelled: told by a message, and by reading again after a lost connection."""
+        """Keeps `holder` up to date until cancelled: reads once it is subscribed, so that nothing falls in between, and
+        again after a lost connection."""
         while True:
             try:
-                holder.take(await self.read())
                 async with aclosing(self._store.listen(self._key)) as changes:
                     async for raw in changes:
-                        holder.take(self._fitting(msgspec.msgpack.decode(raw, type=Snapshot)))
+                        if raw:
+                            holder.take(self._fitting(msgspec.msgpack.decode(raw, type=Snapshot)))
+                        else:
+                            await self._reconcile(holder)
             except StoreAway:
                 log.debug("no news about weights; serving with epoch %d", holder.current.epoch)
             await asyncio.sleep(REREAD_S)
+
+    async def _reconcile(self, holder: SnapshotHolder) -> None:
+        """Takes what Redis has; gives back what Redis has lost, or its next epoch would be one that nobody takes."""
+        stored = await self.read()
+        holder.take(stored)
+        if stored.epoch < holder.current.epoch:
+            await self._replace(stored.epoch, holder.current)
+
+    async def _replace(self, expected_epoch: int, new: Snapshot) -> bool:
+        encoded = msgspec.msgpack.encode(new)
+        arguments = (self._key, expected_epoch, new.epoch, encoded)
+        return bool(await self._store.script(COMPARE_AND_SET, [self._key], *arguments))
 
     def _fitting(self, snapshot: Snapshot) -> Snapshot:
         """Experiments of the config only; one whose arms have changed since starts from the config's weights."""

@@ -143,13 +143,16 @@ class GatewayReplica:
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
+        board = SnapshotBoard(self._store, config)
+        with contextlib.suppress(StoreAway):  # a release that was rolled back is not served again by a new gateway
+            self._snapshot.take(await board.read())
         self._serving = asyncio.create_task(
             self._server.serve([shared_socket(config.gateway.host, config.gateway.port)])
         )
         self._was_ready = False
         self._tasks = [
             asyncio.create_task(self._discover()),
-            asyncio.create_task(SnapshotBoard(self._store, config).follow(self._snapshot)),
+            asyncio.create_task(board.follow(self._snapshot)),
             asyncio.create_task(registry.beat(self._store, lambda: registry.here(self._name))),
         ]
 

@@ -63,13 +63,16 @@ class Store:
             return await self._call("EVAL", lua, len(keys), *keys, *args)
 
     async def listen(self, channel: str) -> AsyncGenerator[bytes, None]:
-        """Messages of a channel, for as long as the connection lasts. Raises `StoreAway` when it breaks."""
+        """Messages of a channel, for as long as the connection lasts; before them an empty one, once nothing can be missed
+        any more. Raises `StoreAway` when it breaks."""
         client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(self._listen_url)
         try:
             async with aclosing(client), client.pubsub() as channels:
                 await channels.subscribe(channel)
                 async for message in channels.listen():
-                    if message["type"] == "message":
+                    if message["type"] == "subscribe":
+                        yield b""
+                    elif message["type"] == "message":
                         yield message["data"]
         except (RedisError, OSError) as error:
             raise StoreAway(str(error)) from error

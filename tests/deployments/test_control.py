@@ -50,6 +50,18 @@ async def test_every_gateway_takes_over_new_weights_and_a_late_one_reads_them(st
         task.cancel()
 
 
+async def test_weights_that_redis_has_lost_are_given_back_and_can_be_moved_again(store: Store) -> None:
+    board, holder = SnapshotBoard(store, CONFIG), SnapshotHolder(Snapshot(7, {"x": {"a": 0.0, "b": 1.0}}))
+    task = asyncio.create_task(board.follow(holder))
+    async with asyncio.timeout(10):
+        while (await board.read()).epoch != 7:
+            await asyncio.sleep(0.01)
+    assert (await board.read()).weights == {"x": {"a": 0.0, "b": 1.0}}
+    await board.set_weights("x", {"a": 1})
+    await until(lambda: holder.current.weights["x"] == {"a": 1.0, "b": 0.0})
+    task.cancel()
+
+
 async def test_two_operators_can_t_overwrite_each_other(store: Store) -> None:
     board = SnapshotBoard(store, CONFIG)
     results = await asyncio.gather(

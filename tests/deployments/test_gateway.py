@@ -115,7 +115,18 @@ async def test_what_is_cached_is_up_to_sampling_and_to_the_request(
         assert (await ask(gateway, **fields)).headers["x-gearshift-cache"] == expected
 
 
-async def test_blocked_broken_and_abandoned_answers_are_not_stored(serve: Any) -> None:
+async def test_a_blocked_answer_is_not_stored(serve: Any) -> None:
+    async with serve(TEXT_WITH_OUTPUT_RULE) as gateway:
+        for _ in range(2):
+            raw = await ask(gateway, text="this has forbidden words in it")
+            await gateway.pipeline.settled()
+            assert (raw.headers["x-gearshift-cache"], raw.parse().choices[0].finish_reason) == (
+                "miss",
+                "content_filter",
+            )
+
+
+async def test_a_broken_answer_is_not_stored(serve: Any) -> None:
     async with serve(small=EchoEngine(fail_after=3)) as gateway:
         with pytest.raises(openai.InternalServerError):
             await ask(gateway)
