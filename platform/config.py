@@ -82,7 +82,7 @@ class Rule(Section):
     rule: Literal["secrets", "email", "card", "blocklist"]
     stages: Annotated[list[Literal["input", "output"]], Field(min_length=1)] = ["input", "output"]
     action: Literal["redact", "block"] = "redact"
-    terms: list[Annotated[str, StringConstraints(min_length=2)]] = []
+    terms: list[Annotated[str, StringConstraints(min_length=2, max_length=200)]] = []
 
     @model_validator(mode="after")
     def _terms_where_they_belong(self) -> Self:

@@ -50,11 +50,11 @@ class AsyncEngine:
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         if self._admitted >= self._max_admitted:
             raise Overloaded("The model's queue is full; try again later.", retry_after_s=RETRY_AFTER_S)
-        self._start()
         self._admitted += 1
         try:
             ids = await asyncio.to_thread(self._prompts.encode, request.messages)
             sequence = self._sequence(request, ids)
+            self._start()  # only now: the engine may have ended meanwhile, and nobody would answer
             async with aclosing(self._stream(sequence)) as deltas:
                 async for delta in deltas:
                     yield delta

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -262,6 +263,24 @@ async def test_closing_ends_what_runs(folder: Path) -> None:
         await task
     with pytest.raises(ShuttingDown):
         await answer(engine, ask("y", [5]))
+
+
+async def test_a_request_that_is_still_being_read_when_the_engine_ends_is_told_so(folder: Path) -> None:
+    engine = build(folder)
+    reading, ended = threading.Event(), threading.Event()
+
+    def encode(messages: tuple[Message, ...]) -> list[int]:
+        reading.set()
+        ended.wait(10)
+        return Characters.encode(messages)
+
+    engine._prompts = Prompts(encode, frozenset())
+    task = asyncio.create_task(answer(engine, ask("late", [5])))
+    await until(reading.is_set)
+    await engine.close()
+    ended.set()
+    with pytest.raises(ShuttingDown):
+        await asyncio.wait_for(task, 10)
 
 
 @pytest.fixture
