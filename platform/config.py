@@ -46,6 +46,12 @@ class Model(Section):
     echo: Echo | None = None
 
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    quantization: Literal["int8", "int4"] | None = None
+    """Weights are packed into this while loading; `dtype` stays the format of what is not quantized."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    """auto is `dtype`. int8 has one scale a token and head."""
+    model_impl: Literal["auto", "fused", "transformers"] = "auto"
+    """auto takes the fused path where it serves the model, else transformers' modelling code."""
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     threads: Count | None = None
     """CPU threads of one replica; unset leaves it to torch."""
@@ -53,7 +59,7 @@ class Model(Section):
     max_model_len: Count | None = None
     """Longest context in tokens; unset takes the model's own."""
     kv_cache_memory: ByteSize = ByteSize(512 * 1024**2)
-    block_size: Count = 16
+    block_size: Annotated[int, Field(ge=16, multiple_of=16)] = 16
     max_num_seqs: Count = 16
     max_num_batched_tokens: Count = 512
     max_queued_requests: Annotated[int, Field(ge=0)] = 64
@@ -63,6 +69,14 @@ class Model(Section):
     @classmethod
     def _size(cls, value: object) -> object:
         return ByteSize._validate(value, None) if isinstance(value, str) else value  # type: ignore[arg-type]
+
+    @model_validator(mode="after")
+    def _formats_go_together(self) -> Self:
+        if self.quantization and self.dtype == "float16" and self.device == "cpu":
+            raise ValueError("quantization: int8 and int4 need dtype: bfloat16 or float32 on device: cpu, not float16")
+        if self.kv_cache_dtype == "int8" and self.device.startswith("cuda"):
+            raise ValueError("kv_cache_dtype: int8 needs device: cpu")
+        return self
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

@@ -1,202 +1,184 @@
-"""The runner owns every tensor: weights, the paged KV cache, logits. It computes a step and samples its tokens.
-
-It serves any transformers causal LM whose attention goes through the attention interface. All tokens of a step are
-one row of shape [1, T], so nothing is padded; attention alone looks at who belongs to whom.
-"""
+"""From a step to its tokens. Loads a model, picks who computes it, and samples from what comes out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from gearshift.platform.config import Model
+from gearshift.platform.engine.kv.cache import DTYPES, kv_bytes_per_token, make_cache
+from gearshift.platform.engine.rows import Rows, rows_of
+from gearshift.platform.engine.runners.fused import INT4_GROUP, FusedModel, why_not_fused
+from gearshift.platform.engine.runners.linear import Int4Linear, Int8Linear, Linear
+from gearshift.platform.engine.runners.transformers import (
+    ATTENTION,
+    QuantizedLinear,
+    TransformersModel,
+    paged_attention,
+)
 from gearshift.platform.engine.sampling import sample
-from gearshift.platform.engine.sequence import Step
+from gearshift.platform.engine.sequence import Chunk, Sequence, Step
 from gearshift.platform.errors import ConfigError
-
-ATTENTION = "gearshift_paged"
-
-
-@dataclass(slots=True)
-class Prefill:
-    """Rows [first, first + n) of the step are n new tokens of one sequence, whose history is in `slots` [L]."""
-
-    rows: slice
-    slots: Tensor
-    mask: Tensor | None  # [n, L], None when the whole history is new and the mask is plainly causal
+from gearshift.platform.request import SamplingParams
 
 
-@dataclass(slots=True)
-class Decodes:
-    """Single new tokens of B sequences. rows: [B]; slots: [B, L], padded; mask: [B, 1, 1, L], False on padding."""
-
-    rows: Tensor
-    slots: Tensor
-    mask: Tensor
-
-
-class PagedCache:
-    """Keys and values of all layers; token i of a sequence is at slot `block * block_size + i % block_size`."""
-
-    def __init__(self, config: Any, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.block_size = block_size
-        heads, dim = kv_shape(config)
-        shape = (num_blocks * block_size, heads, dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-
-    def slots(self, blocks: list[int], tokens: int) -> Tensor:
-        """Slots of the first `tokens` tokens of a sequence that owns `blocks`. [tokens], on the CPU."""
-        first = torch.tensor(blocks, dtype=torch.long).unsqueeze(1) * self.block_size
-        return (first + torch.arange(self.block_size)).flatten()[:tokens]
-
-
-def kv_shape(config: Any) -> tuple[int, int]:
-    """(KV heads, head dimension) of a transformers config."""
-    heads = config.num_attention_heads
-    return (
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
-    )
-
-
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    heads, dim = kv_shape(config)
-    return 2 * int(config.num_hidden_layers) * heads * dim * dtype.itemsize
-
-
-@dataclass(slots=True)
-class StepLayout:
-    """Where the rows of a step come from and go to; made once a step, read by every layer."""
-
-    cache: PagedCache
-    write: Tensor  # [T] slots that the new keys and values go to
-    prefills: list[Prefill]
-    decodes: Decodes | None
-
-
-def paged_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """transformers' attention interface. query: [1, H, T, D]; key, value: [1, KH, T, D]; returns [1, T, H, D]."""
-    layout: StepLayout = kwargs["layout"]
-    keys, values = layout.cache.keys[module.layer_idx], layout.cache.values[module.layer_idx]
-    keys.index_copy_(0, layout.write, key[0].transpose(0, 1))
-    values.index_copy_(0, layout.write, value[0].transpose(0, 1))
-    out = torch.empty_like(query)
-    for prefill in layout.prefills:
-        out[:, :, prefill.rows] = _attend_prefill(query[:, :, prefill.rows], keys, values, prefill, scaling)
-    if layout.decodes is not None:
-        out[0, :, layout.decodes.rows] = _attend_decodes(query[0], keys, values, layout.decodes, scaling)
-    return out.transpose(1, 2), None
-
-
-def _attend_prefill(query: Tensor, keys: Tensor, values: Tensor, prefill: Prefill, scaling: float) -> Tensor:
-    """query: [1, H, n, D] -> [1, H, n, D]."""
-    groups = query.shape[1] // keys.shape[1]
-    k = keys[prefill.slots].transpose(0, 1).repeat_interleave(groups, dim=0).unsqueeze(0)
-    v = values[prefill.slots].transpose(0, 1).repeat_interleave(groups, dim=0).unsqueeze(0)
-    return F.scaled_dot_product_attention(
-        query, k, v, attn_mask=prefill.mask, is_causal=prefill.mask is None, scale=scaling
-    )
-
-
-def _attend_decodes(query: Tensor, keys: Tensor, values: Tensor, decodes: Decodes, scaling: float) -> Tensor:
-    """query: [H, T, D] -> [H, B, D]. The query heads that share a KV head are its query positions: no copy of K and V."""
-    heads, _, dim = query.shape
-    batch, kv_heads = decodes.rows.numel(), keys.shape[1]
-    q = query[:, decodes.rows].transpose(0, 1).reshape(batch, kv_heads, heads // kv_heads, dim)
-    k, v = keys[decodes.slots].transpose(1, 2), values[decodes.slots].transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=decodes.mask, scale=scaling)
-    return out.reshape(batch, heads, dim).transpose(0, 1)
+class Logits(Protocol):
+    def logits(self, rows: Rows) -> Tensor:
+        """[N, vocab] of the sampled rows. Stores the keys and values of all rows."""
+        ...
 
 
 class TorchRunner:
     """Runs one model on one device."""
 
-    def __init__(self, model: Any, num_blocks: int, block_size: int) -> None:
-        self.model = model
-        self.device: torch.device = model.device
-        self.cache = PagedCache(model.config, num_blocks, block_size, model.dtype, self.device)
+    def __init__(self, model: Logits, block_size: int) -> None:
+        self._model = model
+        self._block_size = block_size
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[int]:
-        ids = [token for chunk in step for token in chunk.sequence.tokens(chunk.start, chunk.end)]
-        positions = [position for chunk in step for position in range(chunk.start, chunk.end)]
-        ends = torch.tensor([chunk.end - chunk.start for chunk in step]).cumsum(0) - 1
-        last_rows = [int(end) for end, chunk in zip(ends, step, strict=True) if chunk.samples]
-        logits = self.model(
-            input_ids=torch.tensor([ids], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(last_rows or [0], device=self.device),
-            layout=self._layout(step),
-        ).logits[0]
-        return self._sample(step, logits) if last_rows else []
-
-    def _layout(self, step: Step) -> StepLayout:
-        write: list[Tensor] = []
-        prefills: list[Prefill] = []
-        single: list[tuple[int, Tensor]] = []
-        row = 0
-        for sequence, start, end in step:
-            slots = self.cache.slots(sequence.blocks, end)
-            write.append(slots[start:])
-            if end - start == 1:
-                single.append((row, slots))
-            else:
-                prefills.append(Prefill(slice(row, row + end - start), slots.to(self.device), self._mask(start, end)))
-            row += end - start
-        return StepLayout(self.cache, torch.cat(write).to(self.device), prefills, self._decodes(single))
-
-    def _mask(self, start: int, end: int) -> Tensor | None:
-        """Causal mask of new positions [start, end) over [0, end)."""
-        if start == 0:
-            return None
-        return torch.ones(end - start, end, dtype=torch.bool, device=self.device).tril(diagonal=start)
-
-    def _decodes(self, single: list[tuple[int, Tensor]]) -> Decodes | None:
-        if not single:
-            return None
-        slots = torch.nn.utils.rnn.pad_sequence([slots for _, slots in single], batch_first=True)
-        lengths = torch.tensor([slots.numel() for _, slots in single])
-        mask = torch.arange(slots.shape[1]) < lengths.unsqueeze(1)
-        rows = torch.tensor([row for row, _ in single])
-        return Decodes(rows.to(self.device), slots.to(self.device), mask[:, None, None, :].to(self.device))
-
-    def _sample(self, step: Step, logits: Tensor) -> list[int]:
-        """logits: [S, vocab], one row for each chunk that samples."""
+        logits = self._model.logits(rows_of(step, self._block_size))
+        sequences = [chunk.sequence for chunk in step if chunk.samples]
+        if not sequences:
+            return []
         greedy = logits.argmax(dim=-1).tolist()
-        ids: list[int] = []
-        for row, sequence in enumerate(chunk.sequence for chunk in step if chunk.samples):
-            params = sequence.sampling
-            plain = params.temperature == 0 and params.repetition_penalty == 1.0
-            if plain and not (params.presence_penalty or params.frequency_penalty):
-                ids.append(greedy[row])
-            else:
-                ids.append(sample(logits[row], params, sequence.prompt_ids, sequence.output_ids, sequence.seed))
-        return ids
+        return [
+            token
+            if takes_best(each.sampling)
+            else sample(row, each.sampling, each.prompt_ids, each.output_ids, each.seed)
+            for each, token, row in zip(sequences, greedy, logits, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def losses(self, tokens: list[int], blocks: list[int], chunk: int) -> list[float]:
+        """-log p of each token but the first, in nats, computed as a prompt in chunks. For perplexities."""
+        sequence = Sequence("losses", tokens, SamplingParams(), 1, blocks=blocks)
+        losses: list[float] = []
+        for start in range(0, len(tokens) - 1, chunk):
+            end = min(len(tokens) - 1, start + chunk)
+            rows = rows_of((Chunk(sequence, start, end),), self._block_size)
+            logits = self._model.logits(rows._replace(sampled=rows.positions - start)).float()
+            target = torch.tensor(tokens[start + 1 : end + 1], device=logits.device)
+            losses += nn.functional.cross_entropy(logits, target, reduction="none").tolist()
+        return losses
 
 
-def load_model(path: Path, dtype: str, device: str, max_model_len: int) -> Any:
-    """A transformers model that computes attention over the paged cache. Raises `ConfigError` for what it can't serve."""
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+def takes_best(params: SamplingParams) -> bool:
+    penalized = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    return params.temperature == 0 and not penalized
+
+
+class Loaded:
+    """A model with its cache, ready to run. `num_blocks` is what `kv_cache_memory` holds, unless given."""
+
+    def __init__(self, path: Path, settings: Model, num_blocks: int | None = None) -> None:
+        config = read_config(path)
+        longest = config.max_position_embeddings
+        self.max_model_len = min(settings.max_model_len or longest, longest)
+        self.device = torch.device(pick_device(settings.device))
+        check_quantization(config, settings, self.device)
+        self.kv_dtype = DTYPES[settings.dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype]
+        self.block_bytes = kv_bytes_per_token(config, self.kv_dtype) * settings.block_size
+        self.num_blocks = num_blocks or int(settings.kv_cache_memory) // self.block_bytes
+        if self.num_blocks < 1:
+            raise ConfigError(f"kv_cache_memory: holds no block; one takes {self.block_bytes} bytes")
+        self.why_not_fused = why_not(config, settings, self.device)
+        if settings.model_impl == "fused" and self.why_not_fused:
+            raise ConfigError(f"model_impl: fused does not serve this model: {self.why_not_fused}; use auto")
+        model = load_model(path, settings, self.device)
+        self.generation_config = model.generation_config
+        self.runner = TorchRunner(self._model(model, settings), settings.block_size)
+
+    def _model(self, model: Any, settings: Model) -> Logits:
+        threads, rows = torch.get_num_threads(), settings.max_num_batched_tokens
+        cache = make_cache(model.config, self.num_blocks, settings.block_size, self.kv_dtype, self.device, threads)
+        if self.why_not_fused is None:
+            return FusedModel(model, cache, settings.quantization, rows, self.max_model_len)  # type: ignore[arg-type]
+        if settings.quantization and self.device.type == "cpu":
+            quantize_modules(model, settings.quantization, rows)
+        return TransformersModel(model, cache)
+
+
+def read_config(path: Path) -> Any:
+    """Raises `ConfigError` for attention that no path here computes."""
+    from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(path)
-    window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True) and window < max_model_len:
-        raise ConfigError(f"max_model_len: {max_model_len} exceeds the model's sliding window; set at most {window}")
     if getattr(config, "attn_logit_softcapping", None):
         raise ConfigError(f"source: {config.model_type} caps attention logits, which the paged attention does not do")
+    return config
+
+
+def check_quantization(config: Any, settings: Model, device: torch.device) -> None:
+    stored = getattr(config, "quantization_config", None)
+    if settings.quantization and stored:
+        method = stored.get("quant_method", "unknown") if isinstance(stored, dict) else stored.quant_method
+        raise ConfigError(
+            f"quantization: {settings.quantization} can't be applied to source: its weights are quantized already ({method}); "
+            "remove quantization"
+        )
+
+
+def why_not(config: Any, settings: Model, device: torch.device) -> str | None:
+    """The reason that the fused path can't be taken, or None."""
+    if settings.model_impl == "transformers":
+        return "model_impl: transformers"
+    if device.type != "cpu":
+        return f"device {device.type}"
+    if settings.dtype == "float16":
+        return "dtype float16"
+    if not torch.backends.mkldnn.is_available():
+        return "no oneDNN in this torch"
+    if settings.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "no bfloat16 products on this processor"
+    if getattr(config, "quantization_config", None):
+        return "weights quantized in the checkpoint"
+    return why_not_fused(config)
+
+
+def load_model(path: Path, settings: Model, device: torch.device) -> Any:
+    """A transformers model that computes attention over the paged cache."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
     AttentionInterface.register(ATTENTION, paged_attention)
+    extra = {}
+    if settings.quantization and device.type != "cpu":
+        extra["quantization_config"] = torchao_config(settings.quantization)
     model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION, device_map={"": pick_device(device)}
+        path, dtype=getattr(torch, settings.dtype), attn_implementation=ATTENTION, device_map={"": device}, **extra
     )
     return model.eval()
+
+
+def torchao_config(quantization: str) -> Any:
+    """Quantization while loading on a GPU, by the library that has its kernels."""
+    try:
+        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+    except ImportError as error:
+        raise ConfigError(f"quantization: {quantization} with device: cuda needs the package torchao") from error
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig() if quantization == "int8" else Int4WeightOnlyConfig())
+
+
+def quantize_modules(model: Any, quantization: str, max_rows: int) -> None:
+    """Puts a weight format of the CPU in the place of every `nn.Linear`, one after the other."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            parent, _, leaf = name.rpartition(".")
+            setattr(
+                model.get_submodule(parent), leaf, QuantizedLinear(_quantized(module, leaf, quantization, max_rows))
+            )
+
+
+def _quantized(module: nn.Linear, leaf: str, quantization: str, max_rows: int) -> Linear:
+    weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+    if quantization == "int4" and leaf != "lm_head" and weight.shape[1] % INT4_GROUP == 0:
+        return Int4Linear(weight, None if bias is None else bias.bfloat16(), INT4_GROUP)
+    return Int8Linear(weight, bias, max_rows)
 
 
 def pick_device(device: str) -> str:

@@ -5,26 +5,28 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ByteSize
 
+from gearshift.platform.config import Model
 from gearshift.platform.engine.blocks import BlockPool
 from gearshift.platform.engine.bridge import AsyncEngine, Prompts
 from gearshift.platform.engine.core import EngineCore
-from gearshift.platform.engine.runner import TorchRunner, load_model
+from gearshift.platform.engine.runner import Loaded, TorchRunner
 from gearshift.platform.engine.scheduler import Scheduler
 from gearshift.platform.engine.sequence import Step
-from gearshift.platform.errors import ConfigError, ContextLengthExceeded, InternalError, Overloaded, ShuttingDown
+from gearshift.platform.errors import ContextLengthExceeded, InternalError, Overloaded, ShuttingDown
 from gearshift.platform.request import Delta, Message, Request, SamplingParams
 
 pytestmark = pytest.mark.anyio
 
-VOCAB, BLOCK, LONGEST = 256, 8, 200
+VOCAB, BLOCK, LONGEST = 256, 16, 200
 
 
 class Characters:
@@ -38,22 +40,24 @@ class Characters:
         return "".join(chr(token + 0x100) for token in token_ids)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+def tiny(kind: str, path: Path, **changes: Any) -> Path:
+    """A random model of three layers, saved."""
+    import transformers
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
-        "initializer_range": 0.4,
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "eos_token_id": 2, "bos_token_id": 1,
+        "pad_token_id": 0, "initializer_range": 0.4,
     }  # fmt: skip
-    model: Any = (
-        LlamaForCausalLM(LlamaConfig(**sizes)) if request.param == "llama" else Qwen2ForCausalLM(Qwen2Config(**sizes))
-    )
-    path = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(path)
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **changes})
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module", params=["Llama", "Qwen2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +67,14 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def load(folder: Path, blocks: int = 128, budget: int = 64, **settings: Any) -> TorchRunner:
+    settings = {"source": "x", "dtype": "float32", "device": "cpu", "max_num_batched_tokens": budget, **settings}
+    model = Model(**settings, kv_cache_memory=ByteSize(1 << 30))
+    return Loaded(folder, model, num_blocks=blocks).runner
+
+
 def build(folder: Path, blocks: int = 128, seats: int = 8, budget: int = 64, queue: int = 64) -> AsyncEngine:
-    runner = TorchRunner(load_model(folder, "float32", "cpu", LONGEST), blocks, BLOCK)
-    core = EngineCore(Scheduler(BlockPool(blocks, BLOCK), seats, budget), runner, Characters())
+    core = EngineCore(Scheduler(BlockPool(blocks, BLOCK), seats, budget), load(folder, blocks, budget), Characters())
     return AsyncEngine(core, Prompts(Characters.encode, frozenset({2})), LONGEST, queue)
 
 
@@ -119,7 +128,7 @@ async def test_greedy_equals_generate_alone_and_batched(engine: AsyncEngine, ref
 
 
 async def test_greedy_equals_generate_across_chunks_and_preemption(folder: Path, reference: Any) -> None:
-    engine = build(folder, blocks=26, budget=16)
+    engine = build(folder, blocks=13, budget=16)
     asked = prompts(8)
     together = await asyncio.gather(*(answer(engine, ask(f"{n}", prompt)) for n, prompt in enumerate(asked)))
     assert [tokens(deltas) for deltas in together] == [naive(reference, prompt, 40) for prompt in asked]
@@ -281,16 +290,3 @@ async def test_a_request_that_is_still_being_read_when_the_engine_ends_is_told_s
     ended.set()
     with pytest.raises(ShuttingDown):
         await asyncio.wait_for(task, 10)
-
-
-@pytest.fixture
-def windowed(tmp_path: Path) -> Iterator[Path]:
-    from transformers import MistralConfig
-
-    MistralConfig(sliding_window=64, hidden_size=32, num_attention_heads=4).save_pretrained(tmp_path)
-    return tmp_path  # type: ignore[return-value]
-
-
-def test_a_model_whose_attention_slides_over_less_than_the_context_is_refused(windowed: Path) -> None:
-    with pytest.raises(ConfigError, match="set at most 64"):
-        load_model(windowed, "float32", "cpu", 128)
