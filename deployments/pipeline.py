@@ -144,7 +144,15 @@ class Pipeline:
             for delta in answer.deltas():
                 yield delta
             return
-        request = Request(call.id, messages, sampling, record.tenant, dict(call.trace))
+        request = Request(
+            call.id,
+            messages,
+            sampling,
+            record.tenant,
+            call.body.service,
+            call.body.cache_salt or "",
+            dict(call.trace),
+        )
         deltas = _timed(self._engines[release.model].generate(request), record)
         pieces: list[str] = []
         with record.step("generate"):

@@ -62,6 +62,14 @@ class Model(Section):
     block_size: Annotated[int, Field(ge=16, multiple_of=16)] = 16
     max_num_seqs: Count = 16
     max_num_batched_tokens: Count = 512
+    """Most tokens that one step computes."""
+    target_itl_ms: Annotated[float, Field(gt=0)] | None = None
+    """Inter-token latency that running interactive streams shall keep; prompts and batch work get the rest of each step.
+    Unset, these may double the time of a step."""
+    max_batch_wait_s: Seconds = 30.0
+    """A batch request that got nothing for so long is treated as interactive."""
+    enable_prefix_caching: bool = True
+    """Keep KV blocks of finished requests and share them with prompts of the same tenant that begin the same."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 64
     replicas: Count = 1
 

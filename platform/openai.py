@@ -13,7 +13,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from gearshift.platform.config import SamplingDefaults
 from gearshift.platform.errors import InvalidRequest, UnsupportedParameter
-from gearshift.platform.request import Delta, FinishReason, JsonObject, Message, Role, SamplingParams, Usage
+from gearshift.platform.request import (
+    Delta,
+    FinishReason,
+    JsonObject,
+    Message,
+    Role,
+    SamplingParams,
+    ServiceClass,
+    Usage,
+)
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -26,7 +35,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
     "moderation": (),
     "modalities": (["text"],),
     "audio": (),
@@ -35,7 +43,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "store": (False,),
-    "priority": (0,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "structured_outputs": (),
@@ -117,6 +124,8 @@ class ChatRequest(_Wire):
     stream_options: StreamOptions | None = None
     user: str | None = None
     safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    priority: int | None = None
     cache_salt: str | None = None
     cache: CacheControl | None = None
 
@@ -158,6 +167,11 @@ class ChatRequest(_Wire):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def service(self) -> ServiceClass:
+        """OpenAI's flex tier is batch work; so is vLLM's `priority` above 0 (there too, a higher number waits longer)."""
+        return "batch" if self.service_tier == "flex" or (self.priority or 0) > 0 else "interactive"
 
     @property
     def unit(self) -> str | None:

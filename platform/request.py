@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "content_filter"]
+ServiceClass = Literal["interactive", "batch"]
+"""batch work fills what interactive requests leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,9 @@ class Request:
     messages: tuple[Message, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = ""
+    service: ServiceClass = "interactive"
+    cache_salt: str = ""
+    """Narrows who shares cached prefixes with this request; never shared between tenants."""
     trace: dict[str, str] = field(default_factory=dict)
     """W3C trace context of the caller (`traceparent`), empty when the request is not traced."""
 
@@ -90,6 +95,10 @@ class EngineStats:
     generation_tokens: int = 0
     preemptions: int = 0
     aborted: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    dispersion: float = 0.0
+    """Weighted tokens between the most and the least served of the tenants that wait."""
 
 
 JsonObject = dict[str, Any]

@@ -46,11 +46,19 @@ ENGINE_GAUGES = {
     "kv_usage": Gauge(
         "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _ENGINE, multiprocess_mode="livesum"
     ),
+    "dispersion": Gauge(
+        "gearshift_tenant_service_dispersion",
+        "Weighted tokens between the most and the least served of the tenants that wait",
+        _ENGINE,
+        multiprocess_mode="livemax",
+    ),
 }
 ENGINE_COUNTERS = {
     "preemptions": Counter("vllm:num_preemptions", "Sequences preempted", _ENGINE),
     "prompt_tokens": Counter("vllm:prompt_tokens", "Prompt tokens taken in", _ENGINE),
     "generation_tokens": Counter("vllm:generation_tokens", "Tokens generated", _ENGINE),
+    "prefix_queries": Counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", _ENGINE),
+    "prefix_hits": Counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", _ENGINE),
 }
 ENGINE_SUCCESS = Counter("vllm:request_success", "Requests finished", [*_ENGINE, "finished_reason"])
 ENGINE_TTFT = Histogram("vllm:time_to_first_token_seconds", "Seconds to the first token", _ENGINE, buckets=TTFT_BUCKETS)

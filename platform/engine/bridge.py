@@ -1,4 +1,5 @@
-"""AsyncEngine: one thread steps the core, many coroutines wait for their part of each step."""
+"""AsyncEngine: one thread steps the core, the event loop makes text of its tokens beside the next step, and many
+coroutines wait for their part."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from gearshift.platform.engine.core import EngineCore, Output
+from gearshift.platform.engine.core import EngineCore, Failure
 from gearshift.platform.engine.inbox import Inbox, read
-from gearshift.platform.engine.sequence import Sequence
+from gearshift.platform.engine.sequence import Sequence, Token
+from gearshift.platform.engine.text import AnswerText, Decodes
 from gearshift.platform.errors import ContextLengthExceeded, EngineUnavailable, GearshiftError, Overloaded, ShuttingDown
 from gearshift.platform.request import Delta, EngineStats, Message, Request
 
@@ -24,10 +26,17 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What turns messages into ids, and the ids that end an answer."""
+    """What turns messages into ids and ids into text, and the ids that end an answer."""
 
     encode: Callable[[tuple[Message, ...]], list[int]]
     eos_ids: frozenset[int]
+    tokenizer: Decodes
+
+
+@dataclass(slots=True)
+class _Stream:
+    inbox: Inbox
+    text: AnswerText
 
 
 class AsyncEngine:
@@ -40,7 +49,7 @@ class AsyncEngine:
         self._max_len = min(max_model_len, core.scheduler.pool.capacity)
         self._max_admitted = core.scheduler.max_num_seqs + max_queued_requests
         self._admitted = 0
-        self._streams: dict[str, Inbox] = {}
+        self._streams: dict[str, _Stream] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stats = core.stats()
         self._closing = False
@@ -104,27 +113,30 @@ class AsyncEngine:
             max_tokens=min(room, sampling.max_tokens or room),
             stop_ids=frozenset(sampling.stop_token_ids)
             | (frozenset() if sampling.ignore_eos else self._prompts.eos_ids),
+            tenant=request.tenant,
+            service=request.service,
+            salt=f"{request.tenant}\0{request.cache_salt}".encode(),
             seed=random.getrandbits(63) if sampling.seed is None else sampling.seed,
         )
 
     async def _stream(self, sequence: Sequence) -> AsyncGenerator[Delta, None]:
         inbox: Inbox = asyncio.Queue()
-        self._streams[sequence.id] = inbox
+        self._streams[sequence.id] = _Stream(inbox, AnswerText(self._prompts.tokenizer, sequence))
         self._commands.put(lambda: self._core.add(sequence))
         try:
             async for delta in read(inbox):
                 yield delta
         finally:
             if self._streams.pop(sequence.id, None) is not None:
-                self._commands.put(lambda: self._core.abort(sequence.id))
+                self._commands.put(lambda: self._core.abort(sequence))
 
     def _run(self) -> None:
         """The engine thread. Commands are carried out between steps, so an abort never meets a running step."""
         assert self._loop is not None
         try:
             while self._obey():
-                outputs = self._core.step() if self._core.has_work else []
-                self._loop.call_soon_threadsafe(self._deliver, outputs, self._core.stats())
+                results = self._core.step() if self._core.has_work else []
+                self._loop.call_soon_threadsafe(self._deliver, results, self._core.stats())
         except BaseException as error:
             log.exception("the engine thread ended")
             unavailable = EngineUnavailable("The model's engine has stopped.")
@@ -144,20 +156,29 @@ class AsyncEngine:
             command()
             wait = False
 
-    def _deliver(self, outputs: list[Output], stats: EngineStats) -> None:
+    def _deliver(self, results: list[Token | Failure], stats: EngineStats) -> None:
+        """What a step gave, in the event loop, while the next step runs."""
         self._stats = stats
-        for request_id, item in outputs:
-            if isinstance(item, GearshiftError):
-                log.error("request %s failed in the engine", request_id, exc_info=item.__cause__)
-                inbox = self._streams.pop(request_id, None)
-            elif item.finish_reason:
-                inbox = self._streams.pop(request_id, None)
-            else:
-                inbox = self._streams.get(request_id)
-            if inbox is not None:
-                inbox.put_nowait(item)
+        for result in results:
+            stream = self._streams.get(result.sequence.id)
+            if isinstance(result, Failure):
+                log.error("request %s failed in the engine", result.sequence.id, exc_info=result.error.__cause__)
+                self._end(result.sequence, stream, result.error)
+            elif stream is not None:
+                delta = stream.text.push(result.id, result.finish_reason)
+                if delta is not None and delta.finish_reason:
+                    if stream.text.stopped and not result.finish_reason:
+                        self._commands.put(lambda sequence=result.sequence: self._core.scheduler.remove(sequence))  # type: ignore[misc]
+                    self._end(result.sequence, stream, delta)
+                elif delta is not None:
+                    stream.inbox.put_nowait(delta)
+
+    def _end(self, sequence: Sequence, stream: _Stream | None, last: Delta | GearshiftError) -> None:
+        self._streams.pop(sequence.id, None)
+        if stream is not None:
+            stream.inbox.put_nowait(last)
 
     def _fail_all(self, error: GearshiftError) -> None:
         streams, self._streams = self._streams, {}
-        for inbox in streams.values():
-            inbox.put_nowait(error)
+        for stream in streams.values():
+            stream.inbox.put_nowait(error)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from gearshift.platform.engine.scheduler import Scheduler
-from gearshift.platform.engine.sequence import Sequence, Step
-from gearshift.platform.engine.text import Decodes, Detokenizer, StopStrings
+from gearshift.platform.engine.sequence import Sequence, Step, Token
 from gearshift.platform.errors import GearshiftError, InternalError
-from gearshift.platform.request import Delta, EngineStats, Usage
+from gearshift.platform.request import EngineStats
 
 
 class Runner(Protocol):
@@ -18,25 +18,18 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Stream:
+class Failure(NamedTuple):
     sequence: Sequence
-    detokenizer: Detokenizer
-    stops: StopStrings
-
-
-Output = tuple[str, Delta | GearshiftError]
-"""Request id, and what it gets: the next piece, or the error that ends it."""
+    error: GearshiftError
 
 
 class EngineCore:
-    """Owns the streams of text; the scheduler owns their sequences. Used by one thread."""
+    """Counts what the scheduler and the runner do. Used by one thread."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Decodes) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.perf_counter) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self._tokenizer = tokenizer
-        self._streams: dict[str, _Stream] = {}
+        self._clock = clock
         self._steps = self._prompt_tokens = self._generation_tokens = self._aborted = 0
 
     @property
@@ -44,62 +37,45 @@ class EngineCore:
         return self.scheduler.has_work
 
     def add(self, sequence: Sequence) -> None:
-        stops = StopStrings(sequence.sampling.stop)
-        self._streams[sequence.id] = _Stream(sequence, Detokenizer(self._tokenizer), stops)
         self._prompt_tokens += len(sequence.prompt_ids)
         self.scheduler.add(sequence)
 
-    def abort(self, request_id: str) -> None:
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            self.scheduler.remove(stream.sequence)
-            self._aborted += 1
+    def abort(self, sequence: Sequence) -> None:
+        """Frees all it held. Between steps, so it never meets an update."""
+        self.scheduler.remove(sequence)
+        self._aborted += 1
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[Token | Failure]:
         """One iteration of the batch. A runner that raises fails the requests of this step and no others."""
         step = self.scheduler.schedule()
+        begun = self._clock()
         self._steps += 1
         try:
-            token_ids = self.runner.run(step)
+            token_ids = self.runner.run(step) if step else []
         except Exception as error:
-            return [(chunk.sequence.id, self._fail(chunk.sequence, error)) for chunk in step]
-        tokens = self.scheduler.update(step, token_ids)
+            return [Failure(chunk.sequence, self._fail(chunk.sequence, error)) for chunk in step]
+        tokens = self.scheduler.update(step, token_ids, self._clock() - begun)
         self._generation_tokens += len(tokens)
-        outputs: list[Output] = []
-        for sequence, token_id, finish_reason in tokens:
-            stream = self._streams[sequence.id]
-            hidden = finish_reason == "stop"  # the end-of-text token has no text
-            text = stream.stops.push("" if hidden else stream.detokenizer.push([token_id]))
-            if finish_reason and not stream.stops.found:
-                text += stream.stops.push(stream.detokenizer.flush())
-                text += "" if stream.stops.found else stream.stops.flush()
-            if stream.stops.found:
-                finish_reason = "stop"
-                self.scheduler.remove(sequence)
-            if finish_reason:
-                del self._streams[sequence.id]
-                usage = Usage(len(sequence.prompt_ids), len(sequence.output_ids))
-                outputs.append((sequence.id, Delta(text, finish_reason, usage)))
-            elif text:
-                outputs.append((sequence.id, Delta(text)))
-        return outputs
+        return list(tokens)
 
     def stats(self) -> EngineStats:
-        pool = self.scheduler.pool
+        scheduler, pool = self.scheduler, self.scheduler.pool
         return EngineStats(
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting,
             kv_blocks_used=pool.num_used,
             kv_blocks_total=pool.num_blocks,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            preemptions=self.scheduler.num_preemptions,
+            preemptions=scheduler.num_preemptions,
             aborted=self._aborted,
+            prefix_queries=pool.queries,
+            prefix_hits=pool.hits,
+            dispersion=scheduler.dispersion,
         )
 
     def _fail(self, sequence: Sequence, cause: Exception) -> GearshiftError:
-        self._streams.pop(sequence.id, None)
         self.scheduler.remove(sequence)
         if isinstance(cause, GearshiftError):
             return cause

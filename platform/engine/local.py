@@ -51,10 +51,16 @@ def load_engine(path: Path, settings: Model) -> AsyncEngine:
         torch.set_num_threads(settings.threads)
     loaded = Loaded(path, settings)
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
-    scheduler = Scheduler(
-        BlockPool(loaded.num_blocks, settings.block_size), settings.max_num_seqs, settings.max_num_batched_tokens
-    )
-    prompts = Prompts(chat_encoder(tokenizer), eos_ids(loaded.generation_config, tokenizer))
-    return AsyncEngine(
-        EngineCore(scheduler, loaded.runner, tokenizer), prompts, loaded.max_model_len, settings.max_queued_requests
+    core = EngineCore(make_scheduler(settings, loaded.num_blocks), loaded.runner)
+    prompts = Prompts(chat_encoder(tokenizer), eos_ids(loaded.generation_config, tokenizer), tokenizer)
+    return AsyncEngine(core, prompts, loaded.max_model_len, settings.max_queued_requests)
+
+
+def make_scheduler(settings: Model, num_blocks: int) -> Scheduler:
+    return Scheduler(
+        BlockPool(num_blocks, settings.block_size, settings.enable_prefix_caching),
+        settings.max_num_seqs,
+        settings.max_num_batched_tokens,
+        settings.target_itl_ms / 1000 if settings.target_itl_ms else None,
+        settings.max_batch_wait_s,
     )

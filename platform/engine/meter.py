@@ -41,7 +41,13 @@ class EngineMeter:
     def observe(self, stats: EngineStats) -> None:
         """Sets the gauges; moves the counters by what has been added since the last call."""
         usage = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        for name, value in {"running": stats.running, "waiting": stats.waiting, "kv_usage": usage}.items():
+        values = {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "kv_usage": usage,
+            "dispersion": stats.dispersion,
+        }
+        for name, value in values.items():
             self._gauges[name].set(value)
         for name, counter in self._counters.items():
             counter.inc(getattr(stats, name) - getattr(self._last, name))

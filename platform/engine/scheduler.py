@@ -2,67 +2,126 @@
 
 There is no prefill phase and no decode phase. Every sequence has `num_computed` tokens in the cache and `num_tokens`
 known; each step hands out a budget of tokens until the first catches up with the second. Joining and leaving between
-steps, chunked prompts and recomputation after a preemption all follow from this.
+steps, chunked prompts, cached prefixes and recomputation after a preemption all follow from this.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections.abc import Callable
 
 from gearshift.platform.engine.blocks import BlockPool
+from gearshift.platform.engine.fairness import FairQueue
+from gearshift.platform.engine.pacing import Load, Pacer
 from gearshift.platform.engine.sequence import Chunk, Sequence, Step, Token
+from gearshift.platform.request import ServiceClass
+
+CLASSES: tuple[ServiceClass, ...] = ("interactive", "batch")
+"""In order of precedence."""
+
+
+class Draft:
+    """A step while it is being put together."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.chunks: list[Chunk] = []
+        self.load = Load()
+        self.streams = 0
+        self.limit: float | None = None  # seconds, once there are streams to protect
+
+    @property
+    def others(self) -> int:
+        return self.load.rows - self.streams
+
+    def add(self, sequence: Sequence, rows: int) -> None:
+        start = sequence.num_computed
+        self.chunks.append(Chunk(sequence, start, start + rows))
+        self.load = self.load.plus(rows, start)
+        self.budget -= rows
 
 
 class Scheduler:
-    """Owns the queues: every sequence is waiting, running or gone."""
+    """Owns the queues: every sequence is waiting, running or gone.
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    `max_idle_s`: a batch sequence that got nothing for so long becomes interactive, so that none starves.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        target_itl_s: float | None = None,
+        max_idle_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.queues = {service: FairQueue() for service in CLASSES}
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._pacer = Pacer(target_itl_s)
+        self._max_idle_s = max_idle_s
+        self._clock = clock
+        self._arrivals = self._turns = 0
+        self._draft = Draft(0)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.running) or any(self.queues.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self.queues.values()))
+
+    @property
+    def dispersion(self) -> float:
+        """Weighted tokens between the most and the least served of the tenants that wait, in the worse class."""
+        return max(queue.dispersion for queue in self.queues.values())
 
     def add(self, sequence: Sequence) -> None:
         """The caller has made sure that the sequence fits the pool when it is alone."""
-        self.waiting.append(sequence)
+        self._arrivals += 1
+        sequence.arrival, sequence.idle_since = self._arrivals, self._clock()
+        self.queues[sequence.service].add(sequence)
 
     def schedule(self) -> Step:
-        """Running sequences first, in order of arrival; then waiting ones while budget, seats and blocks last."""
-        budget = self.max_num_batched_tokens
-        chunks: list[Chunk] = []
-        for sequence in list(self.running):
-            if budget == 0 or sequence not in self.running:
-                continue
-            end = min(sequence.num_tokens, sequence.num_computed + budget)
-            if not self._make_room(sequence, end):
-                continue
-            budget -= self._plan(sequence, end, chunks)
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
-            end = min(sequence.num_tokens, budget)
-            if not self.pool.can_grow(sequence, end):
-                break
-            self.running.append(self.waiting.popleft())
-            budget -= self._plan(sequence, end, chunks)
-        return tuple(chunks)
+        """Class by class: first the running streams, then prompts that have begun, then new ones while budget, seats,
+        blocks and the streams' rhythm allow."""
+        self._promote()
+        draft = self._draft = Draft(self.max_num_batched_tokens)
+        for service in CLASSES:
+            running = [sequence for sequence in self.running if sequence.service == service]
+            running.sort(key=_turn)
+            for sequence in running:
+                if sequence.remaining == 1:
+                    self._extend(draft, sequence)
+            if service == "interactive" and draft.chunks:
+                draft.streams, draft.limit = len(draft.chunks), self._pacer.limit(draft.load)
+            for sequence in running:
+                if sequence.remaining > 1:
+                    self._extend(draft, sequence)
+            self._admit(draft, service)
+        return tuple(draft.chunks)
 
-    def update(self, step: Step, token_ids: list[int]) -> list[Token]:
+    def update(self, step: Step, token_ids: list[int], seconds: float = 0.0) -> list[Token]:
         """Takes in what the runner computed: one id for each chunk that samples, in their order."""
+        if step:
+            self._pacer.observe(self._draft.load, self._draft.streams, seconds)
+        now = self._clock()
         ids = iter(token_ids)
         tokens: list[Token] = []
         for sequence, _, end in step:
             samples = end == sequence.num_tokens
-            sequence.num_computed = end
+            sequence.num_computed, sequence.idle_since = end, now
+            self.pool.publish(sequence)
             if samples:
                 sequence.output_ids.append(next(ids))
                 token = Token(sequence, sequence.output_ids[-1], sequence.finish_reason())
                 tokens.append(token)
+                self.queues[sequence.service].charge(sequence.tenant, outputs=1)
                 if token.finish_reason:
                     self.remove(sequence)
         return tokens
@@ -71,33 +130,107 @@ class Scheduler:
         """Finished or aborted: frees all it held. Unknown sequences are ignored, since an abort may come late."""
         if sequence in self.running:
             self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        elif sequence in self.queues[sequence.service]:
+            self.queues[sequence.service].remove(sequence)
         self.pool.release(sequence)
 
     def check_integrity(self) -> None:
         self.pool.check_integrity(self.running)
         assert len(self.running) <= self.max_num_seqs
-        assert not any(sequence.blocks for sequence in self.waiting)
+        assert not any(sequence.blocks for queue in self.queues.values() for sequence in queue)
 
-    def _plan(self, sequence: Sequence, end: int, chunks: list[Chunk]) -> int:
-        self.pool.grow(sequence, end)
-        chunks.append(Chunk(sequence, sequence.num_computed, end))
-        return end - sequence.num_computed
+    def _extend(self, draft: Draft, sequence: Sequence) -> None:
+        """Gives the sequence what the step has left for it, if it has blocks or can get them."""
+        if sequence not in self.running:  # preempted for one before it
+            return
+        rows = self._rows(draft, sequence)
+        if rows and self._make_room(draft, sequence, sequence.num_computed + rows):
+            self.pool.grow(sequence, sequence.num_computed + rows)
+            draft.add(sequence, rows)
+            self._turns += 1
+            sequence.turn = self._turns
 
-    def _make_room(self, sequence: Sequence, end: int) -> bool:
-        """Preempts the youngest until the sequence can grow; False if that was the sequence itself."""
-        while not self.pool.can_grow(sequence, end):
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
+    def _rows(self, draft: Draft, sequence: Sequence) -> int:
+        """Never nothing for the first that is not a stream: a target out of reach must not stop all other work."""
+        wanted = min(sequence.remaining, draft.budget)
+        if draft.limit is None or not wanted:
+            return wanted
+        rows = self._pacer.room(draft.load, sequence.num_computed, wanted, draft.limit, draft.others)
+        return max(rows, 0 if draft.others else 1)
+
+    def _admit(self, draft: Draft, service: ServiceClass) -> None:
+        queue = self.queues[service]
+        while queue and draft.budget:
+            sequence = queue.first()
+            if draft.limit is not None and draft.others and not self._rows(draft, sequence):
+                return
+            if not self._free_seat(draft, service) or not self._free_blocks(draft, sequence):
+                return
+            queue.remove(sequence)
+            if self.pool.admit(sequence):
+                queue.charge(sequence.tenant, inputs=len(sequence.prompt_ids) - sequence.cached_tokens)
+            self.running.append(sequence)
+            self._extend(draft, sequence)
+
+    def _free_seat(self, draft: Draft, service: ServiceClass) -> bool:
+        if len(self.running) < self.max_num_seqs:
+            return True
+        lower = self._preemptable(draft, service)
+        if lower:
+            self._preempt(lower[-1])
+        return bool(lower)
+
+    def _free_blocks(self, draft: Draft, sequence: Sequence) -> bool:
+        """Preempts lower classes for an arrival, but only if that is enough."""
+        if self.pool.can_admit(sequence):
+            return True
+        lower = self._preemptable(draft, sequence.service)
+        if not lower or not self.pool.can_admit(sequence, self.pool.exclusive(lower)):
+            return False
+        while lower and not self.pool.can_admit(sequence):
+            self._preempt(lower.pop())
+        return self.pool.can_admit(sequence)
+
+    def _preemptable(self, draft: Draft, service: ServiceClass) -> list[Sequence]:
+        """Running sequences of lower classes that this step does not need, the first to go last."""
+        planned = {id(chunk.sequence) for chunk in draft.chunks}
+        lower = [each for each in self.running if CLASSES.index(each.service) > CLASSES.index(service)]
+        return sorted((each for each in lower if id(each) not in planned), key=_precedence)
+
+    def _make_room(self, draft: Draft, sequence: Sequence, tokens: int) -> bool:
+        """Preempts the lowest and youngest until the sequence can grow. False if those that are left go before it: it
+        keeps what it has and waits for them."""
+        if self.pool.can_grow(sequence, tokens):
+            return True
+        planned = {id(chunk.sequence) for chunk in draft.chunks}
+        others = sorted((each for each in self.running if id(each) not in planned), key=_precedence)
+        while others and others[-1] is not sequence and not self.pool.can_grow(sequence, tokens):
+            self._preempt(others.pop())
+        return self.pool.can_grow(sequence, tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Gives its blocks back and lets it recompute them later; its tokens, and so its output, stay."""
         self.running.remove(sequence)
         self.pool.release(sequence)
-        sequence.num_computed = 0
-        self.waiting.appendleft(sequence)
+        self.queues[sequence.service].add(sequence)
         self.num_preemptions += 1
+
+    def _promote(self) -> None:
+        oldest = self._clock() - self._max_idle_s
+        queue = self.queues["batch"]
+        for sequence in queue.oldest():
+            if sequence.idle_since < oldest:
+                queue.remove(sequence)
+                sequence.service = "interactive"
+                self.queues["interactive"].add(sequence)
+        for sequence in self.running:
+            if sequence.service == "batch" and sequence.idle_since < oldest:
+                sequence.service = "interactive"
+
+
+def _precedence(sequence: Sequence) -> tuple[int, int]:
+    return CLASSES.index(sequence.service), sequence.arrival
+
+
+def _turn(sequence: Sequence) -> int:
+    return sequence.turn

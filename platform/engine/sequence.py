@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gearshift.platform.request import FinishReason, SamplingParams
+from gearshift.platform.request import FinishReason, SamplingParams, ServiceClass
 
 
 @dataclass(slots=True, eq=False)
@@ -18,13 +18,35 @@ class Sequence:
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     seed: int = 0
+    tenant: str = ""
+    service: ServiceClass = "interactive"
+    salt: bytes = b""
+    """Sequences share cached blocks only with those of the same salt."""
+
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the first full blocks, as far as they were needed. Owned by the block pool."""
+    num_published: int = 0
+    """Blocks that others can find by their hash."""
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache when the sequence was first admitted."""
+    admitted: bool = False
+    arrival: int = 0
+    idle_since: float = 0.0
+    """When it last got a token's work, or arrived."""
+    turn: int = 0
+    """Grows each time it gets work: who had the fewest turns lately goes first."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens that are still to be computed; 1 for a sequence that decodes."""
+        return len(self.prompt_ids) + len(self.output_ids) - self.num_computed
 
     def tokens(self, start: int, end: int) -> list[int]:
         split = len(self.prompt_ids)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol
+
+from gearshift.platform.engine.sequence import Sequence
+from gearshift.platform.request import Delta, FinishReason, Usage
 
 
 class Decodes(Protocol):
@@ -23,7 +26,7 @@ class Detokenizer:
         self._context_start = 0
         self._read = 0
 
-    def push(self, ids: Sequence[int]) -> str:
+    def push(self, ids: Iterable[int]) -> str:
         self._ids += ids
         return self._take(final=False)
 
@@ -46,7 +49,7 @@ class Detokenizer:
 class StopStrings:
     """Cuts the text before the first stop string; holds back what may still become one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Iterable[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self.found = False
@@ -74,3 +77,33 @@ class StopStrings:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class AnswerText:
+    """One answer as it grows: tokens in, deltas out. Owns the decision that a stop string has ended it."""
+
+    def __init__(self, tokenizer: Decodes, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(sequence.sampling.stop)
+        self._count = 0
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found: the engine need not go on."""
+        return self._stops.found
+
+    def push(self, token_id: int, finish_reason: FinishReason | None) -> Delta | None:
+        """What may be sent now, if anything. The last one has a finish reason."""
+        self._count += 1
+        hidden = finish_reason == "stop"  # the end-of-text token has no text
+        text = self._stops.push("" if hidden else self._detokenizer.push([token_id]))
+        if finish_reason and not self._stops.found:
+            text += self._stops.push(self._detokenizer.flush())
+            text += "" if self._stops.found else self._stops.flush()
+        if self._stops.found:
+            finish_reason = "stop"
+        if finish_reason:
+            sequence = self._sequence
+            return Delta(text, finish_reason, Usage(len(sequence.prompt_ids), self._count, sequence.cached_tokens))
+        return Delta(text) if text else None

@@ -20,7 +20,7 @@ from gearshift.platform.engine.bridge import AsyncEngine, Prompts
 from gearshift.platform.engine.core import EngineCore
 from gearshift.platform.engine.runner import Loaded, TorchRunner
 from gearshift.platform.engine.scheduler import Scheduler
-from gearshift.platform.engine.sequence import Step
+from gearshift.platform.engine.sequence import Step, Token
 from gearshift.platform.errors import ContextLengthExceeded, InternalError, Overloaded, ShuttingDown
 from gearshift.platform.request import Delta, Message, Request, SamplingParams
 
@@ -67,6 +67,15 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+class Checked(Scheduler):
+    """Looks for leaks after every step."""
+
+    def update(self, step: Step, token_ids: list[int], seconds: float = 0.0) -> list[Token]:
+        tokens = super().update(step, token_ids, seconds)
+        self.check_integrity()
+        return tokens
+
+
 def load(folder: Path, blocks: int = 128, budget: int = 64, **settings: Any) -> TorchRunner:
     settings = {"source": "x", "dtype": "float32", "device": "cpu", "max_num_batched_tokens": budget, **settings}
     model = Model(**settings, kv_cache_memory=ByteSize(1 << 30))
@@ -74,8 +83,8 @@ def load(folder: Path, blocks: int = 128, budget: int = 64, **settings: Any) -> 
 
 
 def build(folder: Path, blocks: int = 128, seats: int = 8, budget: int = 64, queue: int = 64) -> AsyncEngine:
-    core = EngineCore(Scheduler(BlockPool(blocks, BLOCK), seats, budget), load(folder, blocks, budget), Characters())
-    return AsyncEngine(core, Prompts(Characters.encode, frozenset({2})), LONGEST, queue)
+    core = EngineCore(Checked(BlockPool(blocks, BLOCK), seats, budget), load(folder, blocks, budget))
+    return AsyncEngine(core, Prompts(Characters.encode, frozenset({2}), Characters()), LONGEST, queue)
 
 
 @pytest.fixture
@@ -283,7 +292,7 @@ async def test_a_request_that_is_still_being_read_when_the_engine_ends_is_told_s
         ended.wait(10)
         return Characters.encode(messages)
 
-    engine._prompts = Prompts(encode, frozenset())
+    engine._prompts = Prompts(encode, frozenset(), Characters())
     task = asyncio.create_task(answer(engine, ask("late", [5])))
     await until(reading.is_set)
     await engine.close()

@@ -50,7 +50,13 @@ def test_values_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(
     "fields",
-    [{"n": 2}, {"logprobs": True}, {"tools": [{}]}, {"response_format": {"type": "json_object"}}, {"priority": 1}],
+    [
+        {"n": 2},
+        {"logprobs": True},
+        {"tools": [{}]},
+        {"response_format": {"type": "json_object"}},
+        {"logit_bias": {"1": 2}},
+    ],
 )
 def test_a_field_that_is_not_served_yet_is_named_and_not_ignored(fields: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedParameter) as caught:
