@@ -7,16 +7,15 @@ import os
 import signal
 import sys
 import threading
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from gearshift import __version__
-from gearshift.deployments import client
+from gearshift.deployments import cli_bench, client
+from gearshift.deployments.consoles import config_path, err, out
 from gearshift.deployments.progress import bars
 from gearshift.platform.config import AUTO, Config
 from gearshift.platform.config_file import load
@@ -24,24 +23,17 @@ from gearshift.platform.errors import GearshiftError
 from gearshift.platform.tenants import hash_key, new_key
 from gearshift.platform.weights import packaged, source
 
-PIPE_WIDTH = 200
-out = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)  # a program reads tables whole
-err = Console(stderr=True)
-
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 models_app = typer.Typer(no_args_is_help=True, help="Weights on this machine.")
 config_app = typer.Typer(no_args_is_help=True, help="Deployment configs.")
 keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
 experiments_app = typer.Typer(no_args_is_help=True, help="Experiments of the running deployment.")
-bench_app = typer.Typer(
-    no_args_is_help=True, help="Measurements. Each exits with 1 when one of its bars does not hold."
-)
 for name, sub in {
     "models": models_app,
     "config": config_app,
     "keys": keys_app,
     "experiments": experiments_app,
-    "bench": bench_app,
+    "bench": cli_bench.app,
 }.items():
     app.add_typer(sub, name=name)
 
@@ -68,7 +60,7 @@ def serve(config: ConfigArgument = None) -> None:
     from gearshift.deployments.admin import AdminServer
     from gearshift.deployments.serve import Deployment
 
-    loaded = load(_config_path(config))
+    loaded = load(config_path(config))
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _stop(stop))
@@ -150,7 +142,7 @@ def status(admin_url: AdminOption = DEFAULT_ADMIN_URL, as_json: JsonOption = Fal
 @models_app.command("list")
 def models_list(config: ConfigArgument = None, as_json: JsonOption = False) -> None:
     """Show a config's models, and whether their weights are here."""
-    rows = [_model_row(name, model.source) for name, model in load(_config_path(config)).models.items()]
+    rows = [_model_row(name, model.source) for name, model in load(config_path(config)).models.items()]
     if as_json:
         out.print_json(data=rows)
         return
@@ -170,7 +162,7 @@ def models_pull(
     as_json: JsonOption = False,
 ) -> None:
     """Fetch weights now, so that `serve` need not."""
-    texts = sources or [model.source for model in load(_config_path(config)).models.values() if model.source]
+    texts = sources or [model.source for model in load(config_path(config)).models.values() if model.source]
     with bars(err) as progress:
         fetched = {text: source.ensure(source.parse(text), progress) for text in texts}
     for text, weights in fetched.items():
@@ -228,30 +220,6 @@ def experiments_set(
     except ValueError:
         _fail("Weights look like RELEASE=WEIGHT, for example qwen-v1=90 qwen-v2=10.")
     out.print_json(data=client.admin(admin_url, "PUT", f"/admin/experiments/{name}", {"arms": arms}))
-
-
-@bench_app.command("gateway")
-def bench_gateway(
-    repeats: Annotated[int, typer.Option(min=1, help="How often each measurement is made.")] = 3,
-    requests: Annotated[int, typer.Option(min=100, help="Requests of one measurement at 32 clients.")] = 2000,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
-) -> None:
-    """Measure what the gateway costs beside a bare FastAPI route, with an engine that costs nothing."""
-    from gearshift.deployments.bench import run_gateway_bench
-
-    with bars(err) as progress:
-        report = run_gateway_bench(repeats, requests, progress)
-    report.show(out)
-    if json_file is not None:
-        report.write(json_file)
-    raise typer.Exit(0 if report.holds else 1)
-
-
-def _config_path(config: Path | None) -> Path:
-    if config is not None:
-        return config
-    with_package = files("gearshift.deployments").joinpath("presets/local.yaml")
-    return Path(str(with_package))
 
 
 def _announce(config: Config, url: str) -> None:

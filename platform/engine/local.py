@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -14,6 +14,9 @@ from gearshift.platform.engine.core import EngineCore
 from gearshift.platform.engine.scheduler import Scheduler
 from gearshift.platform.errors import InvalidRequest
 from gearshift.platform.request import Message
+
+if TYPE_CHECKING:
+    from gearshift.platform.engine.runner import Loaded
 
 
 def chat_encoder(tokenizer: Any) -> Any:
@@ -49,8 +52,11 @@ def load_engine(path: Path, settings: Model) -> AsyncEngine:
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    loaded = Loaded(path, settings)
-    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    return assemble(Loaded(path, settings), AutoTokenizer.from_pretrained(path), settings)
+
+
+def assemble(loaded: Loaded, tokenizer: Any, settings: Model) -> AsyncEngine:
+    """A new engine, with empty queues and an empty cache, over a loaded model."""
     core = EngineCore(make_scheduler(settings, loaded.num_blocks), loaded.runner)
     prompts = Prompts(chat_encoder(tokenizer), eos_ids(loaded.generation_config, tokenizer), tokenizer)
     return AsyncEngine(core, prompts, loaded.max_model_len, settings.max_queued_requests)

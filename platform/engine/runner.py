@@ -52,6 +52,12 @@ class TorchRunner:
             for each, token, row in zip(sequences, greedy, logits, strict=True)
         ]
 
+    def warm_up(self) -> None:
+        """Compiles kernels and touches the weights, so that the first request does not wait for it."""
+        sequence = Sequence("warm-up", [0] * 4, SamplingParams(), 1, blocks=[0])
+        for start, end in ((0, 3), (3, 4)):
+            self.run((Chunk(sequence, start, end),))
+
     @torch.inference_mode()
     def losses(self, tokens: list[int], blocks: list[int], chunk: int) -> list[float]:
         """-log p of each token but the first, in nats, computed as a prompt in chunks. For perplexities."""
@@ -91,6 +97,7 @@ class Loaded:
         model = load_model(path, settings, self.device)
         self.generation_config = model.generation_config
         self.runner = TorchRunner(self._model(model, settings), settings.block_size)
+        self.runner.warm_up()
 
     def _model(self, model: Any, settings: Model) -> Logits:
         threads, rows = torch.get_num_threads(), settings.max_num_batched_tokens

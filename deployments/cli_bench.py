@@ -1,0 +1,126 @@
+"""`gearshift bench …`: measurements, each of which exits with 1 when one of its bars does not hold."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gearshift.deployments.consoles import config_path, err, out
+from gearshift.deployments.progress import bars
+from gearshift.eval.bench import Report
+from gearshift.platform.config import Config, Model
+from gearshift.platform.config_file import load
+from gearshift.platform.errors import ConfigError
+from gearshift.platform.weights import source
+
+app = typer.Typer(no_args_is_help=True, help="Measurements. Each exits with 1 when one of its bars does not hold.")
+Repeats = Annotated[int, typer.Option(min=1, help="How often each measurement is made.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")]
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+SECTIONS = ("throughput", "quality", "latency", "prefix", "scheduling", "versus")
+
+
+@app.command("gateway")
+def gateway(
+    repeats: Repeats = 3,
+    requests: Annotated[int, typer.Option(min=100, help="Requests of one measurement at 32 clients.")] = 2000,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure what the gateway costs beside a bare FastAPI route, with an engine that costs nothing."""
+    from gearshift.deployments.bench import run_gateway_bench
+
+    with bars(err) as progress:
+        report = run_gateway_bench(repeats, requests, progress)
+    _finish(report, json_file)
+
+
+@app.command("engine")
+def engine(
+    config: Annotated[Path | None, typer.Option(help="Deployment config; the example if left out.")] = None,
+    model: Annotated[str | None, typer.Option(help="Which of its models; that of the first tier if left out.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine and of what it is compared with.")] = 1,
+    streams: Annotated[str, typer.Option(help="Numbers of streams, with commas.")] = "1,16,32",
+    formats: Annotated[
+        str, typer.Option(help=f"Weight formats, with commas: {', '.join(FORMATS)}.")
+    ] = "bfloat16,int8,int4",
+    prompt_tokens: Annotated[str, typer.Option(help="Tokens of a prompt: 64, or 16-256.")] = "64",
+    output_tokens: Annotated[str, typer.Option(help="Tokens of an answer: 128, or 16-256.")] = "128",
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with.")] = 0,
+    rate: Annotated[
+        float | None, typer.Option(min=0.01, help="Poisson arrivals a second, instead of fixed streams.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests of one run; two a stream if left out.")] = None,
+    repeats: Repeats = 3,
+    only: Annotated[str, typer.Option(help=f"Parts to run, with commas: {', '.join(SECTIONS)}.")] = "",
+    vs: Annotated[
+        list[str] | None, typer.Option(help="Compare with: transformers, or the URL of an OpenAI-compatible server.")
+    ] = None,
+    vs_model: Annotated[str, typer.Option(help="What that server calls the model.")] = "default",
+    vs_pid: Annotated[int | None, typer.Option(help="Its process, to compare CPU-seconds instead of seconds.")] = None,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw throughput and latency over streams into this PNG.")] = None,
+) -> None:
+    """Measure a model's engine: throughput, latency, memory, fairness, quality of its formats; beside floor and peers.
+
+    Without --only everything is measured, which takes about ten minutes for the example; peers only where --vs names them.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+    from gearshift.eval.bench_engine import Plan, bench_engine
+    from gearshift.eval.engine_lab import Lab
+    from gearshift.eval.workload import Shape, Spread
+
+    try:
+        plan = Plan(
+            streams=tuple(int(number) for number in streams.split(",")),
+            formats=tuple(_known(formats, FORMATS, "--formats")),
+            shape=Shape(Spread.parse(prompt_tokens), Spread.parse(output_tokens), shared_prefix, rate),
+            requests=requests,
+            repeats=repeats,
+            vs=tuple(vs or ()),
+            vs_model=vs_model,
+            vs_pid=vs_pid,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    settings = _model(load(config_path(config)), model)
+    settings = settings.model_copy(update={"threads": threads, "max_model_len": None, "device": "cpu"})
+    sections = _known(only, SECTIONS, "--only") if only else [name for name in SECTIONS if name != "versus" or vs]
+    with bars(err) as progress:
+        weights = source.ensure(source.parse(settings.source or ""), progress)
+        report = bench_engine(Lab(weights.path, settings), plan, sections, progress)
+    if plot is not None:
+        from gearshift.eval.plot import draw
+
+        draw(report, plot)
+    _finish(report, json_file)
+
+
+def _known(text: str, choices: tuple[str, ...], option: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in choices:
+            raise typer.BadParameter(f"{option}: {name!r} is not one of {', '.join(choices)}")
+    return names
+
+
+def _model(config: Config, name: str | None) -> Model:
+    """The named model, or the first tier's."""
+    if name is None:
+        tier = next(iter(config.tiers.values()))
+        releases = [tier.release] if tier.release else list(config.experiments[tier.experiment or ""].arms)
+        name = config.releases[releases[0]].model
+    if name not in config.models:
+        raise typer.BadParameter(f"--model: {name!r} is not one of {', '.join(config.models)}")
+    if config.models[name].source is None:
+        raise ConfigError(f"models.{name}: has no source, so there is no engine here to measure")
+    return config.models[name]
+
+
+def _finish(report: Report, json_file: Path | None) -> None:
+    report.show(out)
+    if json_file is not None:
+        report.write(json_file)
+    raise typer.Exit(0 if report.holds else 1)
