@@ -167,7 +167,8 @@ def latency(lab: Lab, plan: Plan, report: Report, progress: Progress) -> None:
     report.bars.append(Bar("share of its throughput that batch work keeps", share.median, 0.4, "min"))
 
 
-STREAMS, BATCH, LONG_PROMPT, WINDOW_S = 4, 28, 4000, 6.0
+STREAMS, BATCH, LONG_PROMPT = 4, 28, 4000
+UNDER_WAY_S, WINDOW_S = 3.0, 5.0
 
 
 async def _start(
@@ -205,7 +206,7 @@ async def _long_prompt(lab: Lab, form: str, seed: int) -> tuple[float, float]:
 
 
 def _now(traces: Sequence[Trace]) -> float:
-    return max(trace.pieces[-1] for trace in traces)
+    return max(trace.pieces[-1] for trace in traces if trace.pieces)
 
 
 async def _streams_alone(lab: Lab, form: str, seed: int) -> float:
@@ -227,12 +228,11 @@ async def _with_batch(lab: Lab, form: str, seed: int, streams: int, target_s: fl
         texts = Shape(output=Spread(3000, 3000)).jobs(BATCH, seed + 1000, lab.count)
         jobs = [Job(each.text, each.output, service="batch") for each in texts]
         work = asyncio.gather(*(target.ask(job, trace) for job, trace in zip(jobs, batch, strict=True)))
-        while not all(len(trace.pieces) > 2 for trace in batch):
-            await asyncio.sleep(0.01)
+        await asyncio.sleep(UNDER_WAY_S)
         begun = _now(batch)
         await asyncio.sleep(WINDOW_S)
         ended = _now(batch)
-        tokens = sum(len([piece for piece in trace.pieces if begun < piece <= ended]) for trace in batch)
+        tokens = sum(len(trace.gaps(begun, ended)) for trace in batch)
         await _stop(work)
         if running is not None:
             await _stop(running)

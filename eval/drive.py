@@ -26,6 +26,8 @@ class Trace:
 
     asked: float
     pieces: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Tokens of each piece, as far as the server tells."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -34,9 +36,20 @@ class Trace:
     def first(self) -> float:
         return self.pieces[0] - self.asked
 
+    def add(self, tokens: int) -> None:
+        self.pieces.append(time.perf_counter())
+        self.sizes.append(tokens)
+
     def gaps(self, begin: float = 0.0, end: float = float("inf")) -> list[float]:
-        """Seconds between pieces that came in a window of time."""
-        return [later - sooner for sooner, later in itertools.pairwise(self.pieces) if begin <= sooner and later <= end]
+        """Seconds between tokens that came in a window of time. Tokens of one piece share its gap: text is held back until
+        a character is whole."""
+        steps = zip(itertools.pairwise(self.pieces), self.sizes[1:], strict=True)
+        return [
+            (later - sooner) / tokens
+            for (sooner, later), tokens in steps
+            if begin <= sooner and later <= end
+            for _ in range(tokens)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +106,7 @@ class InProcess:
         async with aclosing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
                 self.peak_blocks = max(self.peak_blocks, self.engine.stats().kv_blocks_used)
-                if delta.text or delta.finish_reason:
-                    trace.pieces.append(time.perf_counter())
+                trace.add(delta.tokens)
                 if delta.usage is not None:
                     trace.prompt_tokens = delta.usage.prompt_tokens
                     trace.output_tokens = delta.usage.completion_tokens
@@ -133,7 +145,7 @@ class Http:
     def _take(self, chunk: dict[str, object], trace: Trace) -> None:
         choices = chunk.get("choices")
         if isinstance(choices, list) and choices and (choices[0].get("delta") or {}).get("content"):
-            trace.pieces.append(time.perf_counter())
+            trace.add(1)
         usage = chunk.get("usage")
         if isinstance(usage, dict):
             trace.prompt_tokens, trace.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]

@@ -67,7 +67,7 @@ class Model(Section):
     """Inter-token latency that running interactive streams shall keep; prompts and batch work get the rest of each step.
     Unset, these may double the time of a step."""
     max_batch_wait_s: Seconds = 30.0
-    """A batch request that got nothing for so long is treated as interactive."""
+    """When no batch request got anything for so long, the next one is treated as interactive."""
     enable_prefix_caching: bool = True
     """Keep KV blocks of finished requests and share them with prompts of the same tenant that begin the same."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 64

@@ -80,6 +80,8 @@ class Delta:
     text: str
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    tokens: int = 1
+    """How many tokens came with this piece: more than one where text was held back until a character was whole."""
 
 
 @dataclass(frozen=True, slots=True)

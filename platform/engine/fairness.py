@@ -49,10 +49,6 @@ class FairQueue:
             self._waiting[sequence.tenant] = []
         insort(self._waiting[sequence.tenant], sequence, key=_arrival)
 
-    def oldest(self) -> list[Sequence]:
-        """The oldest of each tenant."""
-        return [sequences[0] for sequences in self._waiting.values()]
-
     def first(self) -> Sequence:
         """The oldest of the tenant that was served least."""
         tenant = min(self._waiting, key=self.served.__getitem__)

@@ -26,13 +26,17 @@ class EngineMeter:
         self._last = EngineStats()
 
     async def watch(self, request: Request, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-        """Passes the deltas on unchanged. A delta is taken for a token, which it is unless text was held back."""
+        """Passes the deltas on unchanged."""
         begun = last = time.perf_counter()
         first = True
         async with aclosing(deltas):
             async for delta in deltas:
                 now = time.perf_counter()
-                (self._ttft if first else self._inter_token).observe(now - last)
+                if first:
+                    self._ttft.observe(now - last)
+                else:
+                    for _ in range(delta.tokens):
+                        self._inter_token.observe((now - last) / delta.tokens)
                 first, last = False, now
                 if delta.finish_reason:
                     self._finish(delta, now - begun)

@@ -8,7 +8,7 @@ steps, chunked prompts, cached prefixes and recomputation after a preemption all
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from gearshift.platform.engine.blocks import BlockPool
 from gearshift.platform.engine.fairness import FairQueue
@@ -44,7 +44,7 @@ class Draft:
 class Scheduler:
     """Owns the queues: every sequence is waiting, running or gone.
 
-    `max_idle_s`: a batch sequence that got nothing for so long becomes interactive, so that none starves.
+    `max_idle_s`: when no batch sequence got anything for so long, the next one becomes interactive, so that none starves.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Scheduler:
         self._max_idle_s = max_idle_s
         self._clock = clock
         self._arrivals = self._turns = 0
+        self._batch_served_at = 0.0
         self._draft = Draft(0)
 
     @property
@@ -84,7 +85,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """The caller has made sure that the sequence fits the pool when it is alone."""
         self._arrivals += 1
-        sequence.arrival, sequence.idle_since = self._arrivals, self._clock()
+        sequence.arrival = self._arrivals
+        if sequence.service == "batch" and not any(self._batch()):
+            self._batch_served_at = self._clock()
         self.queues[sequence.service].add(sequence)
 
     def schedule(self) -> Step:
@@ -95,14 +98,10 @@ class Scheduler:
         for service in CLASSES:
             running = [sequence for sequence in self.running if sequence.service == service]
             running.sort(key=_turn)
+            if service == "interactive":
+                self._extend_streams(draft, running)
             for sequence in running:
-                if sequence.remaining == 1:
-                    self._extend(draft, sequence)
-            if service == "interactive" and draft.chunks:
-                draft.streams, draft.limit = len(draft.chunks), self._pacer.limit(draft.load)
-            for sequence in running:
-                if sequence.remaining > 1:
-                    self._extend(draft, sequence)
+                self._extend(draft, sequence)
             self._admit(draft, service)
         return tuple(draft.chunks)
 
@@ -110,12 +109,13 @@ class Scheduler:
         """Takes in what the runner computed: one id for each chunk that samples, in their order."""
         if step:
             self._pacer.observe(self._draft.load, self._draft.streams, seconds)
-        now = self._clock()
+        if any(chunk.sequence.service == "batch" for chunk in step):
+            self._batch_served_at = self._clock()
         ids = iter(token_ids)
         tokens: list[Token] = []
         for sequence, _, end in step:
             samples = end == sequence.num_tokens
-            sequence.num_computed, sequence.idle_since = end, now
+            sequence.num_computed = end
             self.pool.publish(sequence)
             if samples:
                 sequence.output_ids.append(next(ids))
@@ -138,6 +138,15 @@ class Scheduler:
         self.pool.check_integrity(self.running)
         assert len(self.running) <= self.max_num_seqs
         assert not any(sequence.blocks for queue in self.queues.values() for sequence in queue)
+
+    def _extend_streams(self, draft: Draft, running: list[Sequence]) -> None:
+        """Interactive sequences that decode, each its one token; what they need sets the limit for all others."""
+        streams = [sequence for sequence in running if sequence.remaining == 1]
+        for sequence in streams:
+            self._extend(draft, sequence)
+            running.remove(sequence)
+        if draft.chunks:
+            draft.streams, draft.limit = len(draft.chunks), self._pacer.limit(draft.load)
 
     def _extend(self, draft: Draft, sequence: Sequence) -> None:
         """Gives the sequence what the step has left for it, if it has blocks or can get them."""
@@ -215,17 +224,24 @@ class Scheduler:
         self.queues[sequence.service].add(sequence)
         self.num_preemptions += 1
 
+    def _batch(self) -> Iterator[Sequence]:
+        """Batch sequences in the order in which they are to be helped: running ones first."""
+        yield from sorted((each for each in self.running if each.service == "batch"), key=_turn)
+        if self.queues["batch"]:
+            yield self.queues["batch"].first()
+
     def _promote(self) -> None:
-        oldest = self._clock() - self._max_idle_s
-        queue = self.queues["batch"]
-        for sequence in queue.oldest():
-            if sequence.idle_since < oldest:
-                queue.remove(sequence)
-                sequence.service = "interactive"
-                self.queues["interactive"].add(sequence)
-        for sequence in self.running:
-            if sequence.service == "batch" and sequence.idle_since < oldest:
-                sequence.service = "interactive"
+        """One at a time: to lift all that wait would only crowd the interactive ones."""
+        if self._clock() - self._batch_served_at < self._max_idle_s:
+            return
+        starved = next(self._batch(), None)
+        if starved is None:
+            return
+        if starved not in self.running:
+            self.queues["batch"].remove(starved)
+            self.queues["interactive"].add(starved)
+        starved.service = "interactive"
+        self._batch_served_at = self._clock()
 
 
 def _precedence(sequence: Sequence) -> tuple[int, int]:

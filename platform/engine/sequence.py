@@ -34,8 +34,6 @@ class Sequence:
     """Prompt tokens that came from the prefix cache when the sequence was first admitted."""
     admitted: bool = False
     arrival: int = 0
-    idle_since: float = 0.0
-    """When it last got a token's work, or arrived."""
     turn: int = 0
     """Grows each time it gets work: who had the fewest turns lately goes first."""
 

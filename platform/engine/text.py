@@ -86,7 +86,7 @@ class AnswerText:
         self._sequence = sequence
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(sequence.sampling.stop)
-        self._count = 0
+        self._count = self._sent = 0
 
     @property
     def stopped(self) -> bool:
@@ -103,7 +103,11 @@ class AnswerText:
             text += "" if self._stops.found else self._stops.flush()
         if self._stops.found:
             finish_reason = "stop"
-        if finish_reason:
-            sequence = self._sequence
-            return Delta(text, finish_reason, Usage(len(sequence.prompt_ids), self._count, sequence.cached_tokens))
-        return Delta(text) if text else None
+        if not (text or finish_reason):
+            return None
+        tokens, self._sent = self._count - self._sent, self._count
+        if not finish_reason:
+            return Delta(text, tokens=tokens)
+        sequence = self._sequence
+        usage = Usage(len(sequence.prompt_ids), self._count, sequence.cached_tokens)
+        return Delta(text, finish_reason, usage, tokens)

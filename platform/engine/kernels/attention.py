@@ -22,6 +22,7 @@ from gearshift.platform.engine.kernels.simd import (
     load,
     maximum,
     mul,
+    prefetch,
     splat,
     store,
     sub,
@@ -110,6 +111,7 @@ def attend(
     for i in range(tiles.shape[0]):
         sequence, first, count, position = tiles[i, 0], tiles[i, 1], tiles[i, 2], tiles[i, 3]
         rows = count * group
+        last = (position + count - 1) // LANES
         begin = max(0, position - window + 1) // LANES if window else 0
         for h in range(kv_heads):
             for r in range(rows):
@@ -119,9 +121,13 @@ def attend(
                     store(sums, r * dim + c, zero)
                 top[r] = LOWEST
                 mass[r] = np.float32(0.0)
-            for part in range(begin, (position + count - 1) // LANES + 1):
+            for part in range(begin, last + 1):
                 start = part * LANES  # these sixteen tokens
                 index, offset = tables[sequence * width + start // block], start % block
+                following = start + LANES if part < last else begin * LANES  # of the next head, then
+                next_plane = tables[sequence * width + following // block] * kv_heads + (h if part < last else h + 1)
+                next_key = next_plane * dim * block + following % block
+                next_value = (next_plane * block + following % block) * dim
                 plane = index * kv_heads + h
                 key_base = plane * dim * block + offset
                 value_base = (plane * block + offset) * dim
@@ -133,6 +139,7 @@ def attend(
                     s0, s1, s2, s3 = zero, zero, zero, zero
                     for d in range(dim):
                         key = load(keys, key_base + d * block)
+                        prefetch(keys, next_key + d * block)
                         s0 = fma(key, splat(scaled[q + d]), s0)
                         s1 = fma(key, splat(scaled[q + dim + d]), s1)
                         s2 = fma(key, splat(scaled[q + 2 * dim + d]), s2)
@@ -167,6 +174,7 @@ def attend(
                         a2, a3 = load(sums, q + 2 * dim + c), load(sums, q + 3 * dim + c)
                         for t in range(LANES):
                             value = load(values, value_base + t * dim + c)
+                            prefetch(values, next_value + t * dim + c)
                             a0 = fma(value, splat(weights[t]), a0)
                             a1 = fma(value, splat(weights[LANES + t]), a1)
                             a2 = fma(value, splat(weights[2 * LANES + t]), a2)

@@ -83,6 +83,20 @@ def load(typing: Any, array: Any, index: Any) -> Any:
     return float32x16(array, types.intp), generate
 
 
+@intrinsic
+def prefetch(typing: Any, array: Any, index: Any) -> Any:
+    """Asks for the cache line of `array[index]`, to be there when it is needed. Any index is safe."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        read, keep_long, into_data_cache = (ir.Constant(_I32, flag) for flag in (0, 3, 1))
+        _llvm(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, keep_long, into_data_cache)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
 def _round(builder: Any, lanes: Any) -> Any:
     """Half to even, as every conversion here."""
     return _llvm(builder, "llvm.rint.v16f32", _VECTOR, lanes)
