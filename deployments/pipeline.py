@@ -310,7 +310,7 @@ def fingerprint(config: Config, release: str, revisions: Mapping[str, str]) -> s
         release,
         pinned.model,
         revisions[pinned.model],
-        model.dtype,
+        [model.dtype, model.quantization, model.kv_cache_dtype, model.model_impl],
         config.prompts[pinned.prompt].model_dump(),
         config.policies[pinned.policy].model_dump(),
     ]

@@ -307,7 +307,9 @@ def _versus_http(lab: Lab, plan: Plan, report: Report, progress: Progress, url: 
 async def _run_http(lab: Lab, plan: Plan, streams: int, repeat: int, url: str) -> Run:
     jobs = plan.shape.jobs(plan.requests or 2 * streams, repeat, lab.count)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=300)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
+    ) as session:
         target = Http(session, url, plan.vs_model, plan.vs_pid)
         return await (open_loop(target, jobs) if plan.shape.rate else closed_loop(target, jobs, streams))
 

@@ -16,7 +16,14 @@ from gearshift.platform.engine.core import EngineCore, Failure
 from gearshift.platform.engine.inbox import Inbox, read
 from gearshift.platform.engine.sequence import Sequence, Token
 from gearshift.platform.engine.text import AnswerText, Decodes
-from gearshift.platform.errors import ContextLengthExceeded, EngineUnavailable, GearshiftError, Overloaded, ShuttingDown
+from gearshift.platform.errors import (
+    ContextLengthExceeded,
+    EngineUnavailable,
+    GearshiftError,
+    InternalError,
+    Overloaded,
+    ShuttingDown,
+)
 from gearshift.platform.request import Delta, EngineStats, Message, Request
 
 log = logging.getLogger(__name__)
@@ -160,18 +167,30 @@ class AsyncEngine:
         """What a step gave, in the event loop, while the next step runs."""
         self._stats = stats
         for result in results:
-            stream = self._streams.get(result.sequence.id)
+            sequence, stream = result.sequence, self._streams.get(result.sequence.id)
             if isinstance(result, Failure):
-                log.error("request %s failed in the engine", result.sequence.id, exc_info=result.error.__cause__)
-                self._end(result.sequence, stream, result.error)
+                log.error("request %s failed in the engine", sequence.id, exc_info=result.error.__cause__)
+                self._end(sequence, stream, result.error)
             elif stream is not None:
-                delta = stream.text.push(result.id, result.finish_reason)
-                if delta is not None and delta.finish_reason:
-                    if stream.text.stopped and not result.finish_reason:
-                        self._commands.put(lambda sequence=result.sequence: self._core.scheduler.remove(sequence))  # type: ignore[misc]
-                    self._end(result.sequence, stream, delta)
-                elif delta is not None:
-                    stream.inbox.put_nowait(delta)
+                self._push(sequence, stream, result)
+
+    def _push(self, sequence: Sequence, stream: _Stream, token: Token) -> None:
+        """The token's text to who asked; when the text ends the answer before the engine does, the engine is told."""
+        try:
+            delta = stream.text.push(token.id, token.finish_reason)
+        except Exception as error:
+            log.exception("no text could be made for request %s", sequence.id)
+            failed = InternalError("The engine failed while it wrote this answer.")
+            failed.__cause__ = error
+            self._commands.put(lambda: self._core.abort(sequence))
+            return self._end(sequence, stream, failed)
+        if delta is None:
+            return None
+        if not delta.finish_reason:
+            return stream.inbox.put_nowait(delta)
+        if not token.finish_reason:
+            self._commands.put(lambda: self._core.scheduler.remove(sequence))
+        return self._end(sequence, stream, delta)
 
     def _end(self, sequence: Sequence, stream: _Stream | None, last: Delta | GearshiftError) -> None:
         self._streams.pop(sequence.id, None)

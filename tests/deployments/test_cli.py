@@ -17,7 +17,7 @@ from gearshift.platform.tenants import hash_key
 PRESET = str(files("gearshift.deployments").joinpath("presets/local.yaml"))
 COMMANDS = [
     ["serve"], ["chat"], ["status"], ["models", "list"], ["models", "pull"], ["config", "check"], ["keys", "new"],
-    ["experiments", "show"], ["experiments", "set"], ["bench", "gateway"],
+    ["experiments", "show"], ["experiments", "set"], ["bench", "gateway"], ["bench", "engine"],
 ]  # fmt: skip
 
 

@@ -183,6 +183,27 @@ def test_the_same_question_again_is_a_hit_with_the_same_text(served: Served) -> 
     assert first[0] == again[0] == fresh[0]
 
 
+def test_a_shared_beginning_is_computed_once_and_flex_is_batch_work(served: Served) -> None:
+    story = "Once upon a time there was a small town by the sea. " * 20
+    fresh = {"cache-control": "no-store"}
+    usages = []
+    for ending in ("Who lived there?", "What is near it?"):
+        answer = served.client.chat.completions.create(
+            model="cheap",
+            messages=question(story + ending),
+            max_completion_tokens=4,
+            service_tier="flex",
+            extra_headers=fresh,
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        usages.append((answer.usage.prompt_tokens_details.cached_tokens or 0, answer.usage.prompt_tokens))
+    assert usages[1][0] > 0.8 * usages[1][1]
+    page = httpx.get(f"{served.url}/metrics").text
+    assert "vllm:prefix_cache_hits_total{" in page
+    assert "gearshift_tenant_service_dispersion{" in page
+
+
 def test_32_streams_at_once_all_finish_and_each_equals_its_answer_alone(served: Served) -> None:
     texts = [f"Tell me something about the number {n}." for n in range(32)]
     with ThreadPoolExecutor(32) as pool:

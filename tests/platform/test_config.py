@@ -79,7 +79,10 @@ def test_negative_weights_and_weights_that_are_all_zero() -> None:
 
 
 def test_a_model_has_one_origin() -> None:
-    assert "exactly one of source, upstream, echo" in problems(TEXT.replace("    dtype: float32", "    echo: {}", 1))[0]
+    assert (
+        "exactly one of source, upstream, echo"
+        in problems(TEXT.replace("    quantization: int8", "    echo: {}\n    quantization: int8", 1))[0]
+    )
 
 
 def test_a_name_means_one_thing() -> None:

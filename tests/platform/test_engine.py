@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,37 @@ async def test_a_step_that_raises_fails_its_requests_and_no_others(folder: Path,
     assert engine.stats().kv_blocks_used == 0
     assert engine.healthy
     await engine.close()
+
+
+async def test_text_that_can_not_be_made_fails_its_own_request_only(folder: Path, reference: Any) -> None:
+    engine = build(folder)
+
+    class Broken(Characters):
+        def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+            raise ValueError("no such id")
+
+    good = engine._prompts
+    engine._prompts = Prompts(Characters.encode, frozenset({2}), Broken())
+    with pytest.raises(InternalError):
+        await answer(engine, ask("unreadable", [5] * 20, max_tokens=150, ignore_eos=True))
+    await until(lambda: engine.stats().running == 0)
+    engine._prompts = good
+    prompt = prompts(1)[0]
+    assert tokens(await answer(engine, ask("next", prompt))) == naive(reference, prompt, 40)
+    await engine.close()
+
+
+async def test_a_prompt_seen_before_is_told_as_cached_and_answers_the_same(engine: AsyncEngine) -> None:
+    prompt = prompts(1, longest=90)[0] + [7] * 40
+    first, again = [await answer(engine, ask(name, prompt)) for name in ("first", "again")]
+    assert tokens(first) == tokens(again)
+    assert [deltas[-1].usage.cached_tokens for deltas in (first, again)] == [0, (len(prompt) - 1) // BLOCK * BLOCK]  # type: ignore[union-attr]
+    stranger = replace(ask("stranger", prompt), tenant="another")
+    salted = replace(ask("salted", prompt), cache_salt="mine")
+    for request in (stranger, salted):
+        usage = (await answer(engine, request))[-1].usage
+        assert usage is not None
+        assert usage.cached_tokens == 0
 
 
 async def test_closing_ends_what_runs(folder: Path) -> None:

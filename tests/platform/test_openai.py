@@ -111,3 +111,14 @@ def test_usage_comes_alone_and_last_when_asked_for() -> None:
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["total_tokens"] == 5
     assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "service"),
+    [({}, "interactive"), ({"service_tier": "auto"}, "interactive"), ({"service_tier": "priority"}, "interactive"),
+     ({"service_tier": "flex"}, "batch"), ({"priority": 3}, "batch"), ({"priority": 0}, "interactive"),
+     ({"priority": -1, "service_tier": "flex"}, "batch")],
+)  # fmt: skip
+def test_flex_and_a_priority_above_zero_are_batch_work(fields: dict[str, Any], service: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    assert parse_chat(json.dumps(body).encode()).service == service
