@@ -65,9 +65,9 @@ def throughput(lab: Lab, plan: Plan, report: Report, progress: Progress) -> None
             for form in plan.formats:
                 runs.setdefault((form, streams), []).append(asyncio.run(_run(lab, form, plan, streams, repeat)))
     for streams, values in floors.items():
-        report.results.append(collect(f"linear floor bfloat16, {streams} streams: output", "tokens/CPU-s", values))
+        report.results.append(collect(f"linear floor bfloat16, {count(streams)}: output", "tokens/CPU-s", values))
     for (form, streams), measured in runs.items():
-        _add_runs(report, f"{form}, {streams} streams", measured)
+        _add_runs(report, f"{form}, {count(streams)}", measured)
     _throughput_bars(report, runs, floors)
 
 
@@ -76,9 +76,9 @@ def _throughput_bars(report: Report, runs: dict[tuple[str, int], list[Run]], flo
     for streams in (16, 32):
         if ("bfloat16", streams) in speed:
             share = _ratios(
-                report, f"bfloat16 / linear floor, {streams} streams", speed["bfloat16", streams], floors[streams]
+                report, f"bfloat16 / linear floor, {count(streams)}", speed["bfloat16", streams], floors[streams]
             )
-            report.bars.append(Bar(f"share of the linear floor, {streams} streams", share, FLOOR_SHARE, "min"))
+            report.bars.append(Bar(f"share of the linear floor, {count(streams)}", share, FLOOR_SHARE, "min"))
     for form in ("int8", "int4"):
         if (form, 1) in speed and ("bfloat16", 1) in speed:
             ratio = _ratios(report, f"{form} / bfloat16, 1 stream", speed[form, 1], speed["bfloat16", 1])
@@ -123,6 +123,10 @@ def _ratios(report: Report, name: str, ours: Sequence[float], theirs: Sequence[f
     result = collect(name, "x", [a / b for a, b in zip(ours, theirs, strict=True)])
     report.results.append(result)
     return result.median
+
+
+def count(streams: int) -> str:
+    return "1 stream" if streams == 1 else f"{streams} streams"
 
 
 def quality(lab: Lab, plan: Plan, report: Report, progress: Progress) -> None:
@@ -287,12 +291,12 @@ def _versus_http(lab: Lab, plan: Plan, report: Report, progress: Progress, url: 
             for form in plan.formats:
                 ours.setdefault((form, streams), []).append(asyncio.run(_run(lab, form, plan, streams, repeat)))
     for streams, measured in theirs.items():
-        _add_runs(report, f"{url}, {streams} streams", measured)
+        _add_runs(report, f"{url}, {count(streams)}", measured)
         clock = "tokens_per_cpu_second" if plan.vs_pid else "tokens_per_second"
         ratios = {
             form: _ratios(
                 report,
-                f"{form} / {url}, {streams} streams",
+                f"{form} / {url}, {count(streams)}",
                 [getattr(run, clock) for run in ours[form, streams]],
                 [getattr(run, clock) for run in measured],
             )
@@ -300,7 +304,7 @@ def _versus_http(lab: Lab, plan: Plan, report: Report, progress: Progress, url: 
         }
         if streams in VS_HTTP:
             report.bars.append(
-                Bar(f"best format over {url}, {streams} streams", max(ratios.values()), VS_HTTP[streams], "min")
+                Bar(f"best format over {url}, {count(streams)}", max(ratios.values()), VS_HTTP[streams], "min")
             )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from gearshift.eval.bench import Report, Result
 from gearshift.platform.errors import ConfigError
 
-SERIES = re.compile(r"(?P<who>.+), (?P<streams>\d+) streams: (?P<what>.+)")
+SERIES = re.compile(r"(?P<who>.+), (?P<streams>\d+) streams?: (?P<what>.+)")
 PANELS = {
     ("output", "tokens/CPU-s"): "output tokens per CPU-second",
     ("inter-token p95", "ms"): "inter-token latency p95, ms",

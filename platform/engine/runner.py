@@ -12,7 +12,7 @@ from gearshift.platform.config import Model
 from gearshift.platform.engine.kv.cache import DTYPES, kv_bytes_per_token, make_cache
 from gearshift.platform.engine.rows import Rows, rows_of
 from gearshift.platform.engine.runners.fused import INT4_GROUP, FusedModel, why_not_fused
-from gearshift.platform.engine.runners.linear import Int4Linear, Int8Linear, Linear
+from gearshift.platform.engine.runners.linear import Int4Linear, Int8Linear, Linear, Scratch
 from gearshift.platform.engine.runners.transformers import (
     ATTENTION,
     QuantizedLinear,
@@ -149,7 +149,9 @@ def why_not(config: Any, settings: Model, device: torch.device) -> str | None:
 def load_model(path: Path, settings: Model, device: torch.device) -> Any:
     """A transformers model that computes attention over the paged cache."""
     from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     AttentionInterface.register(ATTENTION, paged_attention)
     extra = {}
     if settings.quantization and device.type != "cpu":
@@ -173,19 +175,18 @@ def torchao_config(quantization: str) -> Any:
 
 def quantize_modules(model: Any, quantization: str, max_rows: int) -> None:
     """Puts a weight format of the CPU in the place of every `nn.Linear`, one after the other."""
+    scratch = Scratch(max_rows)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             parent, _, leaf = name.rpartition(".")
-            setattr(
-                model.get_submodule(parent), leaf, QuantizedLinear(_quantized(module, leaf, quantization, max_rows))
-            )
+            setattr(model.get_submodule(parent), leaf, QuantizedLinear(_quantized(module, leaf, quantization, scratch)))
 
 
-def _quantized(module: nn.Linear, leaf: str, quantization: str, max_rows: int) -> Linear:
+def _quantized(module: nn.Linear, leaf: str, quantization: str, scratch: Scratch) -> Linear:
     weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
     if quantization == "int4" and leaf != "lm_head" and weight.shape[1] % INT4_GROUP == 0:
         return Int4Linear(weight, None if bias is None else bias.bfloat16(), INT4_GROUP)
-    return Int8Linear(weight, bias, max_rows)
+    return Int8Linear(weight, bias, scratch)
 
 
 def pick_device(device: str) -> str:

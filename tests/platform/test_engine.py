@@ -190,6 +190,14 @@ async def test_what_does_not_fit_the_context_is_refused_and_not_cut(engine: Asyn
     assert len(tokens(fitted)) == 5
 
 
+async def test_what_would_not_fit_the_whole_cache_is_refused(folder: Path) -> None:
+    engine = build(folder, blocks=4)
+    with pytest.raises(ContextLengthExceeded, match="holds 64 tokens"):
+        await answer(engine, ask("large", [5] * 70))
+    assert len(tokens(await answer(engine, ask("fits", [5] * 40, max_tokens=24, ignore_eos=True)))) == 24
+    await engine.close()
+
+
 async def test_without_a_limit_the_answer_may_fill_the_context(engine: AsyncEngine) -> None:
     last = (await answer(engine, ask("fill", [5] * 190, max_tokens=None, ignore_eos=True)))[-1]
     assert last.usage is not None

@@ -20,7 +20,14 @@ from gearshift.platform.engine.kv.slots import SlotCache
 from gearshift.platform.engine.rows import rows_of
 from gearshift.platform.engine.runner import Loaded, TorchRunner
 from gearshift.platform.engine.runners.fused import INT4_GROUP, FusedModel, why_not_fused
-from gearshift.platform.engine.runners.linear import Int4Linear, Int8Linear, PackedLinear, int4_weights, int8_weights
+from gearshift.platform.engine.runners.linear import (
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    Scratch,
+    int4_weights,
+    int8_weights,
+)
 from gearshift.platform.engine.runners.transformers import TransformersModel
 from gearshift.platform.engine.sequence import Chunk, Sequence
 from gearshift.platform.errors import ConfigError
@@ -272,7 +279,7 @@ def test_weight_formats_equal_a_plain_product_of_their_weights(count: int, bias:
     for linear, tolerance in (
         (PackedLinear(weight, shift), 1e-5),
         (PackedLinear(weight.bfloat16(), None if shift is None else shift.bfloat16()), 0.02),
-        (Int8Linear(weight, shift, 16), 0.02),
+        (Int8Linear(weight, shift, Scratch(16)), 0.02),
         (Int4Linear(weight, None if shift is None else shift.bfloat16(), 32), 0.2),
     ):
         ours = linear(rows.to(linear.takes), count)[:count].float()

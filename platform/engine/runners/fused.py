@@ -18,7 +18,7 @@ from torch import Tensor
 from gearshift.platform.engine.kernels.rows import add_norm, rotate, silu_mul
 from gearshift.platform.engine.kv.cpu import CpuCache, flat
 from gearshift.platform.engine.rows import Rows
-from gearshift.platform.engine.runners.linear import MIN_ROWS, Int4Linear, Int8Linear, Linear, PackedLinear
+from gearshift.platform.engine.runners.linear import MIN_ROWS, Int4Linear, Int8Linear, Linear, PackedLinear, Scratch
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
@@ -65,6 +65,7 @@ class FusedModel:
         self._cache = cache
         self._quantization = quantization
         self._max_rows = max(max_rows, MIN_ROWS)
+        self._scratch = Scratch(max_rows)
         self._hidden, self._inner = config.hidden_size, config.intermediate_size
         self._epsilon = np.float32(config.rms_norm_eps)
         self._heads = config.num_attention_heads
@@ -98,7 +99,7 @@ class FusedModel:
         biases = [module.bias for module in modules if module.bias is not None]
         bias = torch.cat([each.detach() for each in biases]) if biases else None
         if self._quantization == "int8" or (self._quantization == "int4" and name == "lm_head"):
-            return Int8Linear(weight, bias, self._max_rows)
+            return Int8Linear(weight, bias, self._scratch)
         if self._quantization == "int4":
             return Int4Linear(weight, None if bias is None else bias.bfloat16(), INT4_GROUP)
         return PackedLinear(weight, bias)

@@ -49,6 +49,21 @@ def int8_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales.unsqueeze(1)).round().to(torch.int8), scales
 
 
+class Scratch:
+    """Quantized rows on their way into a product, shared by all layers of a model: one product runs at a time."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max(max_rows, MIN_ROWS)
+        self._rows: dict[int, Tensor] = {}
+        self.scales: NDArray[np.float32] = np.zeros(self._max_rows, np.float32)
+
+    def rows(self, width: int) -> Tensor:
+        """uint8 [2 * max_rows, width]."""
+        if width not in self._rows:
+            self._rows[width] = torch.zeros(2 * self._max_rows, width, dtype=torch.uint8)
+        return self._rows[width]
+
+
 class Int8Linear:
     """int8 weights with one scale a channel; activations of 15 bits as two int8 terms with one scale a row.
 
@@ -58,13 +73,13 @@ class Int8Linear:
 
     takes = torch.float32
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, max_rows: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Scratch) -> None:
         self._int8, self._scales = int8_weights(weight)
         self._packed = torch.ops.onednn.qlinear_prepack(self._int8, None)
         self._zeros = torch.zeros(len(self._scales), dtype=torch.int64)
         self._bias: NDArray[np.float32] = np.zeros(0, np.float32) if bias is None else bias.float().numpy()
-        self._rows = torch.zeros(2 * max(max_rows, MIN_ROWS), weight.shape[1], dtype=torch.uint8)
-        self._row_scales = np.zeros(max(max_rows, MIN_ROWS), np.float32)
+        self._rows = scratch.rows(weight.shape[1])
+        self._row_scales = scratch.scales
 
     def __call__(self, rows: Tensor, count: int) -> Tensor:
         scales = self._row_scales[:count]
