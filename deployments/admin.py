@@ -107,12 +107,14 @@ def _member(member: registry.Member) -> JsonObject:
     if member.model:
         stats = member.stats
         used, total = stats.kv_blocks_used, stats.kv_blocks_total
+        queries, hits = stats.prefix_queries, stats.prefix_hits
         shown |= {
             "model": member.model,
             "running": stats.running,
             "waiting": stats.waiting,
             "kv_usage": round(used / total, 4) if total else 0.0,
             "kv_blocks_used": used,
+            "prefix_hit_rate": round(hits / queries, 4) if queries else 0.0,
             "steps": stats.steps,
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.generation_tokens,

@@ -113,10 +113,22 @@ def status(admin_url: AdminOption = DEFAULT_ADMIN_URL, as_json: JsonOption = Fal
         out.print_json(data=facts)
         return
     engines = Table(title="Engines", title_justify="left")
-    for column in ("model", "replica", "pid", "MiB", "running", "waiting", "KV", "tokens out", "aborted"):
+    for column in (
+        "model",
+        "replica",
+        "pid",
+        "MiB",
+        "running",
+        "waiting",
+        "KV",
+        "prefix hits",
+        "tokens out",
+        "aborted",
+    ):
         engines.add_column(column, justify="left" if column in ("model", "replica") else "right")
     for each in facts["engines"]:
-        numbers = [each["pid"], each["rss_mib"], each["running"], each["waiting"], f"{each['kv_usage']:.0%}"]
+        shares = [f"{each['kv_usage']:.0%}", f"{each['prefix_hit_rate']:.0%}"]
+        numbers = [each["pid"], each["rss_mib"], each["running"], each["waiting"], *shares]
         row = [
             each["model"],
             each["name"].removeprefix(each["model"] + "-"),

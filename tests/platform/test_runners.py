@@ -315,9 +315,101 @@ def test_formats_that_do_not_go_together_name_both_keys(tmp_path: Path) -> None:
         load(tmp_path, quantization="int8")
 
 
+def test_a_checkpoint_that_is_quantized_already_loads_through_transformers(tmp_path: Path) -> None:
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
+    weights = QuantizationArgs(num_bits=8, symmetric=True, strategy="channel")
+    groups = {"all": QuantizationScheme(targets=["Linear"], weights=weights)}
+    apply_quantization_config(
+        model,
+        QuantizationConfig(
+            config_groups=groups, ignore=["lm_head"], format="pack-quantized", quantization_status="frozen"
+        ),
+    )
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            module.weight_scale.data = module.weight.abs().amax(1, keepdim=True) / 127
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path)
+    compressor.update_config(tmp_path)
+    ids = tokens(3, 50)
+    runner = load(tmp_path)
+    assert isinstance(runner._model, TransformersModel)
+    close(logits(runner, Chunk(sequence("a", ids, [3, 2, 1, 0]), 0, 50)), reference(tmp_path, ids))
+    with pytest.raises(ConfigError, match=r"quantization: int4 can't be applied to source: .*\(compressed-tensors\)"):
+        load(tmp_path, quantization="int4")
+
+
 def test_capped_attention_is_refused(tmp_path: Path) -> None:
     from transformers import Gemma2Config
 
     Gemma2Config(**SIZES).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="caps attention logits"):
         load(tmp_path)
+
+
+def varlen_by_its_documentation(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, cu_seq_k: None, max_q: int,
+    max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: torch.Tensor,
+    block_table: torch.Tensor, num_splits: int,
+) -> torch.Tensor:  # fmt: skip
+    """What torch documents of `varlen_attn`, which runs on a GPU only, in plain torch."""
+    out = torch.empty_like(query)
+    for begin, end, used, blocks in zip(starts[:-1], starts[1:], seqused_k, block_table, strict=True):
+        k, v = (pool[blocks.long()].flatten(0, 1)[:used].repeat_interleave(2, dim=1) for pool in (keys, values))
+        at = torch.arange(int(used) - int(end - begin), int(used)).unsqueeze(1)
+        seen = torch.arange(int(used))
+        mask = seen <= at + window_size[1]
+        if window_size[0] >= 0:
+            mask &= seen >= at - window_size[0]
+        q = query[begin:end].transpose(0, 1)
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask, scale=scale
+        )
+        out[begin:end] = mixed[0].transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_what_a_gpu_s_kernel_is_given_is_what_the_reference_computes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, window: int
+) -> None:
+    from transformers import AutoConfig
+
+    from gearshift.platform.engine.kv import varlen
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_its_documentation)
+    config = AutoConfig.from_pretrained(save("Llama", tmp_path))
+    cpu = torch.device("cpu")
+    caches: list[Any] = [kind(config, 16, 16, torch.float32, cpu) for kind in (varlen.VarlenCache, SlotCache)]
+    a, b = sequence("a", tokens(1, 70), [5, 1, 9, 3, 7]), sequence("b", tokens(2, 41), [0, 2, 4])
+    torch.manual_seed(0)
+    for step in ((Chunk(a, 0, 37), Chunk(b, 0, 40)), (Chunk(b, 40, 41), Chunk(a, 37, 69)), (Chunk(a, 69, 70),)):
+        rows = rows_of(step, 16)
+        query, key, value = (torch.randn(len(rows.tokens), heads, 32) for heads in (4, 2, 2))
+        ours, theirs = (cache.attend(0, query, key, value, cache.prepare(rows), 0.3, window) for cache in caches)
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_gpu_that_refuses_the_block_size_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    from gearshift.platform.engine.kv import varlen
+
+    def refuse(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("page size must be divisible by 256")
+
+    monkeypatch.setattr(varlen, "varlen_attn", refuse)
+    config = AutoConfig.from_pretrained(save("Llama", tmp_path))
+    with pytest.raises(ConfigError, match=r"block_size: .* blocks of 16 tokens .* try block_size: 256"):
+        varlen.VarlenCache(config, 4, 16, torch.float32, torch.device("cpu"))

@@ -38,7 +38,7 @@ class VarlenCache:
     def _try(self, heads: int, block_size: int) -> None:
         one = torch.tensor([0, 1], dtype=torch.int32, device=self.device)
         probe = Plan(one[:1].long(), one, one[1:], one[:1].view(1, 1), 1, 1)
-        key = self.keys[0][0, :1]
+        key = self.keys[0][0, :1].clone()
         try:
             self.attend(0, key.repeat_interleave(heads // key.shape[1], dim=1), key, key, probe, 1.0, 0)
         except RuntimeError as error:
