@@ -6,9 +6,9 @@ STAMP := $(VENV)/.ready
 # Installs the CPU build of torch unless told otherwise, e.g. `make setup TORCH=torch==2.13.0+cu130`.
 TORCH ?= torch==2.13.0
 
-.PHONY: help setup serve test test-fast lint bench wheel clean
+.PHONY: help setup serve test test-fast lint bench bench-engine wheel clean
 help:            ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP)  ## virtual environment with pinned dependencies
 $(STAMP): pyproject.toml constraints.txt
@@ -31,6 +31,9 @@ lint: setup      ## style and types
 
 bench: setup     ## the gateway's cost against a bare FastAPI route
 	$(BIN)/gearshift bench gateway
+
+bench-engine: setup ## the engine against its floor and transformers, 25 minutes
+	$(BIN)/gearshift bench engine --vs transformers
 
 wheel: setup     ## dist/*.whl
 	$(BIN)/python -m build --wheel

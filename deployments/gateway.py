@@ -33,7 +33,7 @@ from gearshift.platform.errors import (
     public,
 )
 from gearshift.platform.openai import ChunkWriter, Identity, completion, error_event, model_object, parse_chat
-from gearshift.platform.request import Delta, Usage
+from gearshift.platform.request import Delta
 from gearshift.platform.telemetry import Emitter, Record
 from gearshift.platform.tenants import require_token
 
@@ -204,7 +204,8 @@ class ChatExchange:
                 system_fingerprint=self._pipeline.fingerprints[self._record.release],
             )
             if call.body.stream:
-                await self._stream(ChunkWriter(identity, call.body.include_usage), first, deltas, send)
+                writer = ChunkWriter(identity, call.body.include_usage, call.body.choices)
+                await self._stream(writer, first, deltas, send)
             else:
                 await self._whole(identity, first, deltas, send)
 
@@ -216,11 +217,7 @@ class ChatExchange:
         await _body(send, writer.DONE, more=False)
 
     async def _whole(self, identity: Identity, first: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
-        parts = [first, *[delta async for delta in deltas]]
-        last = parts[-1]
-        assert last.finish_reason is not None
-        text = "".join(delta.text for delta in parts)
-        body = completion(identity, text, last.finish_reason, last.usage or Usage(0, 0))
+        body = completion(identity, [first, *[delta async for delta in deltas]])
         await self._start(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
         await _body(send, body, more=False)
 

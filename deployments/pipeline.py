@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from gearshift.deployments.choices import of_choice, several
 from gearshift.guardrails import stream
 from gearshift.guardrails.policy import CompiledPolicy, compile_policy
 from gearshift.guardrails.verdict import Stage, Verdict
@@ -144,25 +145,41 @@ class Pipeline:
             for delta in answer.deltas():
                 yield delta
             return
-        request = Request(
-            call.id,
-            messages,
-            sampling,
-            record.tenant,
-            call.body.service,
-            call.body.cache_salt or "",
-            dict(call.trace),
-        )
-        deltas = _timed(self._engines[release.model].generate(request), record)
         pieces: list[str] = []
         with record.step("generate"):
-            async with aclosing(stream.watch(deltas, policy.output, _noter(record, "output"))) as watched:
-                async for delta in watched:
+            async with aclosing(self._generate(call, release.model, policy, messages, sampling, record)) as deltas:
+                async for delta in deltas:
                     pieces.append(delta.text)
                     if delta.finish_reason:
                         self._finish(delta, served, record)
                         self._store(question, pieces, delta)
                     yield delta
+
+    def _generate(
+        self,
+        call: Call,
+        model: str,
+        policy: CompiledPolicy,
+        messages: tuple[Message, ...],
+        sampling: SamplingParams,
+        record: Record,
+    ) -> AsyncGenerator[Delta, None]:
+        """What the engine writes and the guardrails let through, of as many answers as are asked for."""
+        note = _noter(record, "output")
+        salt, trace = call.body.cache_salt or "", dict(call.trace)
+
+        def ask(choice: int) -> AsyncGenerator[Delta, None]:
+            name = call.id if call.body.choices == 1 else f"{call.id}-{choice}"
+            chosen = of_choice(sampling, choice)
+            request = Request(name, messages, chosen, record.tenant, call.body.service, salt, trace)
+            return self._engines[model].generate(request)
+
+        if call.body.choices == 1:
+            return stream.watch(_timed(ask(0), record), policy.output, note)
+        begins = [
+            lambda choice=choice: stream.watch(ask(choice), policy.output, note) for choice in range(call.body.choices)
+        ]
+        return _timed(several(begins), record)
 
     @contextmanager
     def _seat(self) -> Iterator[None]:
@@ -220,6 +237,8 @@ class Pipeline:
         """None when this request has nothing to do with the cache."""
         mode = call.body.cache.mode if call.body.cache else self._config.cache.mode
         if self._config.cache.mode == "off" or call.no_cache or not exact.cacheable(mode, sampling):
+            return None
+        if call.body.choices > 1:
             return None
         salt = call.body.cache_salt or ""
         return Question(record.tenant, self.fingerprints[release], messages, sampling, salt)
@@ -294,7 +313,8 @@ def estimate_tokens(body: ChatRequest, config: Config) -> int:
     """What the request may use at most, roughly: its text and the longest answer it allows."""
     prompt = sum(len(message.message().content) // CHARS_PER_TOKEN + 4 for message in body.messages)
     answer = body.max_completion_tokens or body.max_tokens
-    return prompt + (answer or max(release.sampling.max_completion_tokens for release in config.releases.values()))
+    answer = answer or max(release.sampling.max_completion_tokens for release in config.releases.values())
+    return prompt + answer * body.choices
 
 
 def cost(usage: Usage, price: Price) -> float:

@@ -15,7 +15,6 @@ from gearshift.platform.config import SamplingDefaults
 from gearshift.platform.errors import InvalidRequest, UnsupportedParameter
 from gearshift.platform.request import (
     Delta,
-    FinishReason,
     JsonObject,
     Message,
     Role,
@@ -25,7 +24,6 @@ from gearshift.platform.request import (
 )
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "logit_bias": ({},),
@@ -103,6 +101,7 @@ class ChatRequest(_Wire):
     """Body of `POST /v1/chat/completions`."""
 
     MAX_STOPS: ClassVar[int] = 16
+    MAX_CHOICES: ClassVar[int] = 16
 
     model: str
     messages: Annotated[list[WireMessage], Field(min_length=1)]
@@ -112,6 +111,7 @@ class ChatRequest(_Wire):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
@@ -163,6 +163,10 @@ class ChatRequest(_Wire):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             **wished,
         )
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
 
     @property
     def include_usage(self) -> bool:
@@ -230,17 +234,25 @@ class Identity(msgspec.Struct, frozen=True):
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
-def completion(identity: Identity, text: str, finish_reason: FinishReason, usage: Usage) -> bytes:
-    """The body of an answer that is not streamed."""
+def _choice(index: int, deltas: list[Delta]) -> JsonObject:
+    text = "".join(delta.text for delta in deltas)
     message = {"role": "assistant", "content": text, "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    return {"index": index, "message": message, "logprobs": None, "finish_reason": deltas[-1].finish_reason}
+
+
+def completion(identity: Identity, deltas: list[Delta]) -> bytes:
+    """The body of an answer that is not streamed, from all its pieces."""
+    choices: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        choices.setdefault(delta.choice, []).append(delta)
+    usage = deltas[-1].usage or Usage(0, 0)
     return _json(
         {
             "id": identity.id,
             "object": "chat.completion",
             "created": identity.created,
             "model": identity.model,
-            "choices": [choice],
+            "choices": [_choice(index, choices[index]) for index in sorted(choices)],
             "usage": usage_object(usage),
             "system_fingerprint": identity.system_fingerprint,
         }
@@ -252,7 +264,7 @@ class ChunkWriter:
 
     DONE: ClassVar[bytes] = b"data: [DONE]\n\n"
 
-    def __init__(self, identity: Identity, include_usage: bool) -> None:
+    def __init__(self, identity: Identity, include_usage: bool, choices: int = 1) -> None:
         head = {
             "id": identity.id,
             "object": "chat.completion.chunk",
@@ -263,24 +275,27 @@ class ChunkWriter:
         self._head = b"data: " + _json(head)[:-1]
         self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self._include_usage = include_usage
-        self._started = False
+        self._started: set[int] = set()
+        self._running = choices
 
     def events(self, delta: Delta) -> bytes:
         """The events of one Delta: text, and on the last one the finish reason and the usage."""
         parts = []
-        if delta.text or not self._started:
-            fields = {"content": delta.text} if self._started else {"role": "assistant", "content": delta.text}
-            parts.append(self._chunk(fields, None))
-            self._started = True
+        started = delta.choice in self._started
+        if delta.text or not started:
+            fields = {"content": delta.text} if started else {"role": "assistant", "content": delta.text}
+            parts.append(self._chunk(delta.choice, fields, None))
+            self._started.add(delta.choice)
         if delta.finish_reason:
-            parts.append(self._chunk({}, delta.finish_reason))
-            if self._include_usage:
+            self._running -= 1
+            parts.append(self._chunk(delta.choice, {}, delta.finish_reason))
+            if self._include_usage and not self._running:
                 usage = usage_object(delta.usage or Usage(0, 0))
                 parts.append(b'%b,"choices":[],"usage":%b}\n\n' % (self._head, _json(usage)))
         return b"".join(parts)
 
-    def _chunk(self, fields: dict[str, str], finish_reason: str | None) -> bytes:
-        choice = {"index": 0, "delta": fields, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(self, index: int, fields: dict[str, str], finish_reason: str | None) -> bytes:
+        choice = {"index": index, "delta": fields, "logprobs": None, "finish_reason": finish_reason}
         return b'%b,"choices":[%b]%b' % (self._head, _json(choice), self._tail)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "content_filter"]
 ServiceClass = Literal["interactive", "batch"]
@@ -62,8 +64,7 @@ class Request:
     """W3C trace context of the caller (`traceparent`), empty when the request is not traced."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
@@ -73,8 +74,7 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, array_like=True):
     """The next piece of an answer. The last one has a `finish_reason` and the `usage`; it may have no text."""
 
     text: str
@@ -82,6 +82,8 @@ class Delta:
     usage: Usage | None = None
     tokens: int = 1
     """How many tokens came with this piece: more than one where text was held back until a character was whole."""
+    choice: int = 0
+    """Which of several answers to the request (`n`) this is a piece of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from gearshift.platform.engine.runners.transformers import (
 )
 from gearshift.platform.engine.sampling import sample
 from gearshift.platform.engine.sequence import Chunk, Sequence, Step
+from gearshift.platform.engine.workers import Workers
 from gearshift.platform.errors import ConfigError
 from gearshift.platform.request import SamplingParams
 
@@ -175,7 +176,7 @@ def torchao_config(quantization: str) -> Any:
 
 def quantize_modules(model: Any, quantization: str, max_rows: int) -> None:
     """Puts a weight format of the CPU in the place of every `nn.Linear`, one after the other."""
-    scratch = Scratch(max_rows)
+    scratch = Scratch(max_rows, Workers(torch.get_num_threads()))
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             parent, _, leaf = name.rpartition(".")

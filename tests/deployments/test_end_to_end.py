@@ -204,6 +204,25 @@ def test_a_shared_beginning_is_computed_once_and_flex_is_batch_work(served: Serv
     assert "gearshift_tenant_service_dispersion{" in page
 
 
+def test_three_seeded_answers_differ_repeat_and_compute_the_prompt_once(served: Served) -> None:
+    def three() -> list[str]:
+        answer = served.client.chat.completions.create(
+            model="cheap",
+            messages=question("Tell me a story. " * 30),
+            max_completion_tokens=8,
+            n=3,
+            seed=4,
+            temperature=1.0,
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 24
+        return [choice.message.content or "" for choice in answer.choices]
+
+    first = three()
+    assert len(set(first)) == 3
+    assert three() == first
+
+
 def test_32_streams_at_once_all_finish_and_each_equals_its_answer_alone(served: Served) -> None:
     texts = [f"Tell me something about the number {n}." for n in range(32)]
     with ThreadPoolExecutor(32) as pool:

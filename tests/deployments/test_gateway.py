@@ -356,3 +356,34 @@ async def test_bodies_are_json_for_any_client(serve: Any) -> None:
             headers={"authorization": "Bearer gs-alice"},
         )
     assert json.loads(response.content)["choices"][0]["message"]["content"] == "ünïcödé 👋"
+
+
+async def test_several_answers_to_one_request(serve: Any) -> None:
+    async with serve() as gateway:
+        raw = await ask(gateway, n=3)
+        answer = raw.parse()
+        assert [(choice.index, choice.message.content) for choice in answer.choices] == [(n, TEXT) for n in range(3)]
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 15)
+        assert raw.headers["x-gearshift-cache"] == "bypass"
+        async with gateway.client() as client:
+            chunks = [
+                chunk
+                async for chunk in await client.chat.completions.create(
+                    model="cheap",
+                    messages=[{"role": "user", "content": TEXT}],
+                    n=2,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+            ]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        for index in range(2):
+            mine = [choice for choice in choices if choice.index == index]
+            assert "".join(choice.delta.content or "" for choice in mine) == TEXT
+            assert [choice.delta.role for choice in mine if choice.delta.role] == ["assistant"]
+            assert mine[-1].finish_reason == "stop"
+        assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [10]
+        assert chunks[-1].usage is not None
+        with pytest.raises(openai.BadRequestError, match="less than or equal to 16"):
+            await ask(gateway, n=17)
+        assert gateway.engines["small"].stats().running == 0

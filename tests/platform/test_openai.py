@@ -51,7 +51,7 @@ def test_values_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 2},
+        {"logit_bias": {"7": 1}},
         {"logprobs": True},
         {"tools": [{}]},
         {"response_format": {"type": "json_object"}},

@@ -30,6 +30,7 @@ from gearshift.platform.engine.runners.linear import (
 )
 from gearshift.platform.engine.runners.transformers import TransformersModel
 from gearshift.platform.engine.sequence import Chunk, Sequence
+from gearshift.platform.engine.workers import Workers
 from gearshift.platform.errors import ConfigError
 from gearshift.platform.request import SamplingParams
 
@@ -279,11 +280,19 @@ def test_weight_formats_equal_a_plain_product_of_their_weights(count: int, bias:
     for linear, tolerance in (
         (PackedLinear(weight, shift), 1e-5),
         (PackedLinear(weight.bfloat16(), None if shift is None else shift.bfloat16()), 0.02),
-        (Int8Linear(weight, shift, Scratch(16)), 0.02),
+        (Int8Linear(weight, shift, Scratch(16, Workers(1))), 0.02),
         (Int4Linear(weight, None if shift is None else shift.bfloat16(), 32), 0.2),
     ):
         ours = linear(rows.to(linear.takes), count)[:count].float()
         assert float((ours - expected).norm() / expected.norm()) < tolerance
+
+
+def test_threads_share_the_products_of_one_row_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gearshift.platform.engine.runners.linear.SHARED_WEIGHTS", 1)
+    torch.manual_seed(0)
+    weight, rows = torch.randn(100, 64), torch.randn(4, 64)
+    one, three = (Int8Linear(weight, None, Scratch(4, Workers(threads)))(rows, 1)[:1] for threads in (1, 3))
+    assert torch.equal(one, three)
 
 
 def test_int8_keys_and_values_take_little_more_than_half(tmp_path: Path) -> None:

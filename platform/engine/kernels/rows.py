@@ -135,8 +135,8 @@ def rescale(products, scales, bias, width):
 
 
 @njit(nogil=True, cache=True)
-def multiply_row(quantized, weight, scales, width, out):
-    """Products of one quantized row with int8 weights [n, width], at the speed of memory.
+def multiply_row(quantized, weight, scales, width, first, end, out):
+    """Products `first` to `end` of one quantized row with int8 weights [n, width], at the speed of memory.
 
     Whole numbers in float32 are exact below 2^24, so this equals the integer product that a batch takes. quantized: what
     `quantize` made of the row; scales: [n]; out: float32 [2, n].
@@ -145,7 +145,7 @@ def multiply_row(quantized, weight, scales, width, out):
     row = np.empty(2 * width, np.float32)
     for c in range(2 * width):
         row[c] = np.float32(quantized[c]) - np.float32(ZERO_POINT)
-    for j in range(n):
+    for j in range(first, end):
         at = j * width
         high, low = splat(np.float32(0.0)), splat(np.float32(0.0))
         for c in range(0, width, LANES):

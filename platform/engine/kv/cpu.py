@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 from gearshift.platform.engine.kernels.attention import attend, write_kv
 from gearshift.platform.engine.kv.cache import kv_shape
 from gearshift.platform.engine.rows import Ints, Rows
+from gearshift.platform.engine.workers import Workers
 
 Array = NDArray[Any]
 STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}
@@ -60,15 +60,15 @@ class CpuCache:
             )
             for _ in range(config.num_hidden_layers)
         ]
-        self._threads = threads
-        self._others = ThreadPoolExecutor(threads - 1, "attention") if threads > 1 else None
+        self.workers = Workers(threads)
 
     def prepare(self, rows: Rows) -> Plan:
         tiles = self._tiles(rows)
         work = np.cumsum(tiles[:, 2] * (tiles[:, 3] + tiles[:, 2]) * self.group)
-        if self._threads == 1 or work[-1] < SHARED_WORK:
+        threads = self.workers.threads
+        if threads == 1 or work[-1] < SHARED_WORK:
             return Plan(rows.slots, rows.tables, [tiles])
-        cuts = np.searchsorted(work, work[-1] * np.arange(1, self._threads) / self._threads)
+        cuts = np.searchsorted(work, work[-1] * np.arange(1, threads) / threads)
         return Plan(rows.slots, rows.tables, [part for part in np.split(tiles, cuts) if len(part)])
 
     def _tiles(self, rows: Rows) -> Ints:
@@ -105,7 +105,4 @@ class CpuCache:
                 window, score_scale, out,
             )  # fmt: skip
 
-        waiting = [self._others.submit(part, tiles) for tiles in plan.parts[1:]] if self._others else []
-        part(plan.parts[0])
-        for other in waiting:
-            other.result()
+        self.workers.run(part, plan.parts)

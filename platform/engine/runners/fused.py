@@ -65,7 +65,7 @@ class FusedModel:
         self._cache = cache
         self._quantization = quantization
         self._max_rows = max(max_rows, MIN_ROWS)
-        self._scratch = Scratch(max_rows)
+        self._scratch = Scratch(max_rows, cache.workers)
         self._hidden, self._inner = config.hidden_size, config.intermediate_size
         self._epsilon = np.float32(config.rms_norm_eps)
         self._heads = config.num_attention_heads

@@ -5,6 +5,7 @@ Rows come in a buffer of at least `MIN_ROWS`, because the libraries' products of
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 import numpy as np
@@ -14,8 +15,11 @@ from torch import Tensor
 
 from gearshift.platform.engine.kernels.rows import ZERO_POINT, multiply_row, quantize, rescale
 from gearshift.platform.engine.kv.cpu import flat
+from gearshift.platform.engine.workers import Workers
 
 MIN_ROWS = 4
+SHARED_WEIGHTS = 1 << 20
+"""Below so many weights, a second thread costs more than it brings."""
 
 
 class Linear(Protocol):
@@ -50,9 +54,11 @@ def int8_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Scratch:
-    """Quantized rows on their way into a product, shared by all layers of a model: one product runs at a time."""
+    """Quantized rows on their way into a product, shared by all layers of a model: one product runs at a time. Owns the
+    threads that share the products of a single row."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, workers: Workers) -> None:
+        self.workers = workers
         self._max_rows = max(max_rows, MIN_ROWS)
         self._rows: dict[int, Tensor] = {}
         self.scales: NDArray[np.float32] = np.zeros(self._max_rows, np.float32)
@@ -78,6 +84,7 @@ class Int8Linear:
         self._packed = torch.ops.onednn.qlinear_prepack(self._int8, None)
         self._zeros = torch.zeros(len(self._scales), dtype=torch.int64)
         self._bias: NDArray[np.float32] = np.zeros(0, np.float32) if bias is None else bias.float().numpy()
+        self._scratch = scratch
         self._rows = scratch.rows(weight.shape[1])
         self._row_scales = scratch.scales
 
@@ -96,8 +103,16 @@ class Int8Linear:
         return product
 
     def _one(self) -> Tensor:
-        out = torch.empty(2, len(self._scales))
-        multiply_row(flat(self._rows), flat(self._int8), flat(self._scales), self._rows.shape[1], flat(out))
+        count, width = self._int8.shape
+        out = torch.empty(2, count)
+        arrays = flat(self._rows), flat(self._int8), flat(self._scales), width
+
+        def part(span: tuple[int, int]) -> None:
+            multiply_row(*arrays, *span, flat(out))
+
+        parts = self._scratch.workers.threads if count * width >= SHARED_WEIGHTS else 1
+        cuts = [count * n // parts for n in range(parts + 1)]
+        self._scratch.workers.run(part, list(itertools.pairwise(cuts)))
         return out
 
 
