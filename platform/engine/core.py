@@ -47,8 +47,8 @@ class EngineCore:
 
     def step(self) -> list[Token | Failure]:
         """One iteration of the batch. A runner that raises fails the requests of this step and no others."""
-        step = self.scheduler.schedule()
         begun = self._clock()
+        step = self.scheduler.schedule()
         self._steps += 1
         try:
             token_ids = self.runner.run(step) if step else []

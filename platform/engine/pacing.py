@@ -10,7 +10,9 @@ import numpy as np
 STRETCH = 2.0
 """Without a target, other work may make a step this many times as long as its streams alone would."""
 MARGIN = 0.85
-"""With a target, steps are planned for this part of it: the rest is for what the model does not foresee."""
+"""With a target, steps are planned for this part of it, until enough of them have shown how far off the plan is."""
+KEPT = 98
+"""Percentile of the steps that are planned to keep the target: a little more than the 95 that is promised."""
 FIRST_CHUNK = 16
 GROWTH = 2
 
@@ -78,11 +80,14 @@ class Pacer:
     def __init__(self, target_itl_s: float | None = None) -> None:
         self._target = target_itl_s
         self._cost = CostModel()
+        self._surprises: deque[float] = deque(maxlen=64)  # how much longer mixed steps took than was planned
         self._largest = FIRST_CHUNK
 
     def observe(self, load: Load, streams: int, seconds: float) -> None:
         """A step of `load`, of which `streams` rows were running streams, took `seconds`."""
         others = load.rows - streams
+        if others and self._cost.known:
+            self._surprises.append(seconds / max(self._cost.seconds(load), 1e-9))
         self._cost.observe(load, seconds, mixed=others > 0)
         if streams and others:
             self._largest = max(FIRST_CHUNK, others * GROWTH)
@@ -90,8 +95,13 @@ class Pacer:
     def limit(self, streams: Load) -> float:
         """Seconds that a step may take which carries these streams."""
         if self._target is not None:
-            return self._target * MARGIN
+            return self._target * self._margin()
         return STRETCH * self._cost.seconds(streams) if self._cost.known else 0.0
+
+    def _margin(self) -> float:
+        if len(self._surprises) < self._surprises.maxlen // 2:  # type: ignore[operator]
+            return MARGIN
+        return 1 / max(1.0, float(np.percentile(self._surprises, KEPT)))
 
     def room(self, load: Load, start: int, wanted: int, limit: float, others: int) -> int:
         """How many of `wanted` rows of a sequence with `start` tokens computed still fit a step that has `load`, of which

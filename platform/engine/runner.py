@@ -136,8 +136,8 @@ def why_not(config: Any, settings: Model, device: torch.device) -> str | None:
         return "model_impl: transformers"
     if device.type != "cpu":
         return f"device {device.type}"
-    if settings.dtype == "float16":
-        return "dtype float16"
+    if "float16" in (settings.dtype, settings.kv_cache_dtype):
+        return "float16"
     if not torch.backends.mkldnn.is_available():
         return "no oneDNN in this torch"
     if settings.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -193,6 +193,14 @@ def test_narrow_keys_and_values_stay_near(kv: torch.dtype, tolerance: float, tmp
     assert float((narrow - wide).norm() / wide.norm()) < tolerance
 
 
+def test_float16_keys_and_values_take_the_path_that_has_them(tmp_path: Path) -> None:
+    ids = tokens(4, 60)
+    runner = load(save("Llama", tmp_path), kv_cache_dtype="float16")
+    assert isinstance(runner._model, TransformersModel)
+    ours, theirs = logits(runner, Chunk(sequence("a", ids, [3, 2, 1, 0]), 0, 60)), reference(tmp_path, ids)
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.05
+
+
 def test_int8_keys_without_a_kernel_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         load(save("Llama", tmp_path, head_dim=24), kv_cache_dtype="int8")

@@ -3,6 +3,8 @@
 LLVM turns one such value into one AVX-512 register, two AVX2 registers or four NEON registers: nothing here is tied to a
 processor, and nothing needs a C++ compiler on the machine that serves. Arrays are flat; bfloat16 is seen as uint16 (numpy
 has no bfloat16), int8 as whole numbers.
+
+numba keeps compiled kernels beside their source and looks only at that file: after a change here, remove its __pycache__.
 """
 
 from __future__ import annotations
