@@ -29,10 +29,12 @@ def draw(report: Report, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
+    names = list(dict.fromkeys(who for curves in found.values() for who in curves))
+    colours = {who: f"C{number}" for number, who in enumerate(names)}  # the same in every panel
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 3.8), layout="constrained")
     for axis, (panel, title) in zip(axes, PANELS.items(), strict=True):
         for who, results in found[panel].items():
-            _curve(axis.errorbar, who, results)
+            _curve(axis.errorbar, who, results, colours[who])
         axis.set(title=title, xlabel="streams", xscale="log")
         ticks = sorted({streams for results in found[panel].values() for streams in results})
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -53,9 +55,9 @@ def _curves(report: Report, panel: tuple[str, str]) -> dict[str, dict[int, Resul
     return curves
 
 
-def _curve(errorbar: Callable[..., object], who: str, results: dict[int, Result]) -> None:
+def _curve(errorbar: Callable[..., object], who: str, results: dict[int, Result], colour: str) -> None:
     streams = sorted(results)
     medians = [results[number].median for number in streams]
     below = [results[number].median - min(results[number].values) for number in streams]
     above = [max(results[number].values) - results[number].median for number in streams]
-    errorbar(streams, medians, yerr=[below, above], marker="o", markersize=4, capsize=3, label=who)
+    errorbar(streams, medians, yerr=[below, above], marker="o", markersize=4, capsize=3, label=who, color=colour)
