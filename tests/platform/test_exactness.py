@@ -128,10 +128,13 @@ def test_batched_and_in_chunks(case: Case) -> None:
 
 def test_across_preemptions(case: Case) -> None:
     asked = case.asked()[:24]
-    for each in asked[::2]:
-        each.service = "batch"
-    core = run(case.runner, asked, blocks=100, budget=200)
-    assert core.scheduler.num_preemptions > 0
+
+    def preempt(core: EngineCore, steps: int) -> None:
+        if steps % 3 == 0 and steps < 60 and len(core.scheduler.running) > 1:
+            core.scheduler._preempt(core.scheduler.running[-1])
+
+    core = run(case.runner, asked, budget=200, between=preempt, pool=BlockPool(4096, 16, prefix_caching=False))
+    assert core.scheduler.num_preemptions > 3
     assert answers(asked) == case.expected[:24]
 
 

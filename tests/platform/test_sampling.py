@@ -48,9 +48,10 @@ def test_order_of_the_vocabulary_does_not_matter() -> None:
 def test_filters_leave_a_distribution_with_the_best_token_in_it(
     logits: list[float], k: int, p: float, min_p: float
 ) -> None:
-    found = distribution(torch.tensor(logits), SamplingParams(top_k=k, top_p=max(p, 1e-9), min_p=min_p))
+    scores = torch.tensor(logits)
+    found = distribution(scores, SamplingParams(top_k=k, top_p=max(p, 1e-9), min_p=min_p))
     assert found.sum().item() == pytest.approx(1, abs=1e-4)
-    assert found[int(torch.tensor(logits).argmax())] > 0
+    assert scores[found > 0].max() >= scores.max() - 1e-5  # of several equals, any
 
 
 def test_temperature_zero_is_greedy() -> None:
