@@ -33,7 +33,7 @@ bench: setup     ## the gateway's cost against a bare FastAPI route
 	$(BIN)/gearshift bench gateway
 
 bench-engine: setup ## the engine against its floor and transformers, 25 minutes
-	$(BIN)/gearshift bench engine --vs transformers
+	$(BIN)/gearshift bench engine --vs transformers --streams 1,4,16,32 --json engine.json --plot engine.png
 
 wheel: setup     ## dist/*.whl
 	$(BIN)/python -m build --wheel

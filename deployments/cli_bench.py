@@ -65,7 +65,7 @@ def engine(
 ) -> None:
     """Measure a model's engine: throughput, latency, memory, fairness, quality of its formats; beside floor and peers.
 
-    Without --only everything is measured, which takes about ten minutes for the example; peers only where --vs names them.
+    Without --only everything is measured, which takes about twelve minutes for the example; peers only where --vs names them.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
     from gearshift.eval.bench_engine import Plan, bench_engine
@@ -74,7 +74,7 @@ def engine(
 
     try:
         plan = Plan(
-            streams=tuple(int(number) for number in streams.split(",")),
+            streams=tuple(_positive(number) for number in streams.split(",")),
             formats=tuple(_known(formats, FORMATS, "--formats")),
             shape=Shape(Spread.parse(prompt_tokens), Spread.parse(output_tokens), shared_prefix, rate),
             requests=requests,
@@ -96,6 +96,13 @@ def engine(
 
         draw(report, plot)
     _finish(report, json_file)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"--streams: {number} is not a number of streams")
+    return number
 
 
 def _known(text: str, choices: tuple[str, ...], option: str) -> list[str]:

@@ -11,6 +11,7 @@ STRETCH = 2.0
 """Without a target, other work may make a step this many times as long as its streams alone would."""
 MARGIN = 0.85
 """With a target, steps are planned for this part of it, until enough of them have shown how far off the plan is."""
+ENOUGH = 32
 KEPT = 98
 """Percentile of the steps that are planned to keep the target: a little more than the 95 that is promised."""
 FIRST_CHUNK = 16
@@ -80,7 +81,7 @@ class Pacer:
     def __init__(self, target_itl_s: float | None = None) -> None:
         self._target = target_itl_s
         self._cost = CostModel()
-        self._surprises: deque[float] = deque(maxlen=64)  # how much longer mixed steps took than was planned
+        self._surprises: deque[float] = deque(maxlen=2 * ENOUGH)  # how much longer mixed steps took than was planned
         self._largest = FIRST_CHUNK
 
     def observe(self, load: Load, streams: int, seconds: float) -> None:
@@ -99,7 +100,7 @@ class Pacer:
         return STRETCH * self._cost.seconds(streams) if self._cost.known else 0.0
 
     def _margin(self) -> float:
-        if len(self._surprises) < self._surprises.maxlen // 2:  # type: ignore[operator]
+        if len(self._surprises) < ENOUGH:
             return MARGIN
         return 1 / max(1.0, float(np.percentile(self._surprises, KEPT)))
 

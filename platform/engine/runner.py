@@ -86,7 +86,7 @@ class Loaded:
         longest = config.max_position_embeddings
         self.max_model_len = min(settings.max_model_len or longest, longest)
         self.device = torch.device(pick_device(settings.device))
-        check_quantization(config, settings, self.device)
+        check_quantization(config, settings)
         self.kv_dtype = DTYPES[settings.dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype]
         self.block_bytes = kv_bytes_per_token(config, self.kv_dtype) * settings.block_size
         self.num_blocks = num_blocks or int(settings.kv_cache_memory) // self.block_bytes
@@ -120,7 +120,7 @@ def read_config(path: Path) -> Any:
     return config
 
 
-def check_quantization(config: Any, settings: Model, device: torch.device) -> None:
+def check_quantization(config: Any, settings: Model) -> None:
     stored = getattr(config, "quantization_config", None)
     if settings.quantization and stored:
         method = stored.get("quant_method", "unknown") if isinstance(stored, dict) else stored.quant_method

@@ -173,8 +173,8 @@ class Scheduler:
             sequence = queue.first()
             if draft.limit is not None and draft.others and not self._rows(draft, sequence):
                 return
-            if not self._free_seat(draft, service) or not self._free_blocks(draft, sequence):
-                return
+            if not self._free_blocks(draft, sequence) or not self._free_seat(draft, service):
+                return  # blocks first: a seat taken for one that then finds no blocks would be taken in vain
             queue.remove(sequence)
             if self.pool.admit(sequence):
                 queue.charge(sequence.tenant, inputs=len(sequence.prompt_ids) - sequence.cached_tokens)

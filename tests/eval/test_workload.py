@@ -140,7 +140,7 @@ def test_a_run_counts_its_own_tokens() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [(["--formats", "int2"], "int2"), (["--only", "nothing"], "nothing"), (["--prompt-tokens", "x"], "not a length"),
-     (["--streams", "a"], "'a'"), (["--model", "nobody"], "nobody")],
+     (["--streams", "a"], "'a'"), (["--streams", "0"], "--streams"), (["--model", "nobody"], "nobody")],
 )  # fmt: skip
 def test_wrong_options_are_named(arguments: list[str], problem: str) -> None:
     result = CliRunner().invoke(app, ["bench", "engine", *arguments])

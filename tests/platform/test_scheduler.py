@@ -307,6 +307,17 @@ def test_an_interactive_request_takes_the_blocks_of_batch_ones_only_if_they_suff
         advance(scheduler)
 
 
+def test_batch_work_keeps_its_seat_when_the_arrival_would_find_no_blocks() -> None:
+    scheduler = Scheduler(BlockPool(8, 4), 2, 64)
+    scheduler.add(sequence("held", [9] * 16, 8))
+    scheduler.add(sequence("b", [5] * 4, 8, service="batch"))
+    advance(scheduler)
+    scheduler.add(sequence("too large for now", 20, 1))
+    for _ in range(3):
+        assert {chunk.sequence.id for chunk in advance(scheduler)} == {"held", "b"}
+    assert scheduler.num_preemptions == 0
+
+
 def test_a_batch_request_that_gets_nothing_is_promoted() -> None:
     clock = Clock()
     scheduler = Scheduler(BlockPool(64, 4), 1, 64, max_idle_s=5.0, clock=clock)
