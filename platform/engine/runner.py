@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gearshift.platform.config import Model
+from gearshift.platform.engine.kernels.simd import LANES
 from gearshift.platform.engine.kv.cache import DTYPES, kv_bytes_per_token, make_cache
 from gearshift.platform.engine.rows import Rows, rows_of
 from gearshift.platform.engine.runners.fused import INT4_GROUP, FusedModel, why_not_fused
@@ -185,6 +186,11 @@ def quantize_modules(model: Any, quantization: str, max_rows: int) -> None:
 
 def _quantized(module: nn.Linear, leaf: str, quantization: str, scratch: Scratch) -> Linear:
     weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+    if weight.shape[1] % LANES:
+        raise ConfigError(
+            f"quantization: {quantization} needs inputs of a multiple of {LANES}, but {leaf} of this source has "
+            f"{weight.shape[1]}; remove quantization"
+        )
     if quantization == "int4" and leaf != "lm_head" and weight.shape[1] % INT4_GROUP == 0:
         return Int4Linear(weight, None if bias is None else bias.bfloat16(), INT4_GROUP)
     return Int8Linear(weight, bias, scratch)

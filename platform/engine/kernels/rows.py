@@ -96,11 +96,11 @@ def silu_mul(rows, width, out):
 
 
 @njit(nogil=True, cache=True)
-def quantize(rows, width, out, scales):
-    """Symmetric, with one scale a row, so that a request's numbers never depend on its neighbours, in two int8 terms:
-    `row = scale * (TERM * high + low)` holds 15 bits, where one term of 7 costs several per cent of perplexity.
+def quantize(rows, width, terms, out, scales):
+    """Symmetric, with one scale a row, so that a request's numbers never depend on its neighbours.
 
-    out: uint8 [2 * n, width] around ZERO_POINT, the high terms of all rows first; scales: [n].
+    terms: 1, `row = scale * term` of 8 bits, or 2, `row = scale * (TERM * high + low)` of 15 bits, for rows that one term
+    does not hold well enough. out: uint8 [terms * n, width] around ZERO_POINT, the high terms of all rows first; scales: [n].
     """
     n = scales.size
     offset, step, half = splat(np.float32(ZERO_POINT)), splat(np.float32(TERM)), splat(np.float32(0.5))
@@ -109,8 +109,12 @@ def quantize(rows, width, out, scales):
         top = splat(np.float32(0.0))
         for c in range(0, width, LANES):
             top = maximum(top, absolute(load(rows, at + c)))
-        scales[i] = max(largest(top), np.float32(1e-20)) / np.float32(127 * TERM)
+        scales[i] = max(largest(top), np.float32(1e-20)) / np.float32(127 if terms == 1 else 127 * TERM)
         inverse = splat(np.float32(1.0) / scales[i])
+        if terms == 1:
+            for c in range(0, width, LANES):
+                store(out, at + c, add(rint(mul(load(rows, at + c), inverse)), offset))
+            continue
         for c in range(0, width, LANES):
             whole = rint(mul(load(rows, at + c), inverse))
             high = rint(div(add(whole, half), step))  # ties go up, so that low is in [-128, 127]
@@ -119,38 +123,54 @@ def quantize(rows, width, out, scales):
 
 
 @njit(nogil=True, cache=True)
-def rescale(products, scales, bias, width):
-    """Joins the two terms in place: [2 * n, width] of products to [n, width], with the rows' scales and the bias.
+def rescale(products, scales, terms, bias, width):
+    """Joins the terms in place: [terms * n, width] of products to [n, width], with the rows' scales and the bias.
 
     bias: [width] or empty.
     """
     n, step = scales.size, splat(np.float32(TERM))
+    whole = width - width % LANES
     for i in range(n):
-        at, scale = i * width, splat(scales[i])
-        for c in range(0, width, LANES):
-            value = mul(fma(load(products, at + c), step, load(products, (n + i) * width + c)), scale)
+        at, low, scale = i * width, (n + i) * width, splat(scales[i])
+        for c in range(0, whole, LANES):
+            value = load(products, at + c)
+            if terms == 2:
+                value = fma(value, step, load(products, low + c))
+            value = mul(value, scale)
             if bias.size:
                 value = add(value, load(bias, c))
             store(products, at + c, value)
+        for c in range(whole, width):  # vocabularies come in every size
+            number = products[at + c]
+            if terms == 2:
+                number = number * np.float32(TERM) + products[low + c]
+            number *= scales[i]
+            if bias.size:
+                number += bias[c]
+            products[at + c] = number
 
 
 @njit(nogil=True, cache=True)
-def multiply_row(quantized, weight, scales, width, first, end, out):
+def multiply_row(quantized, weight, scales, width, terms, first, end, out):
     """Products `first` to `end` of one quantized row with int8 weights [n, width], at the speed of memory.
 
     Whole numbers in float32 are exact below 2^24, so this equals the integer product that a batch takes. quantized: what
-    `quantize` made of the row; scales: [n]; out: float32 [2, n].
+    `quantize` made of the row; scales: [n]; out: float32 [terms, n].
     """
     n = scales.size
-    row = np.empty(2 * width, np.float32)
-    for c in range(2 * width):
+    row = np.empty(terms * width, np.float32)
+    for c in range(terms * width):
         row[c] = np.float32(quantized[c]) - np.float32(ZERO_POINT)
     for j in range(first, end):
         at = j * width
         high, low = splat(np.float32(0.0)), splat(np.float32(0.0))
-        for c in range(0, width, LANES):
-            w = load(weight, at + c)
-            high = fma(w, load(row, c), high)
-            low = fma(w, load(row, width + c), low)
+        if terms == 1:
+            for c in range(0, width, LANES):
+                high = fma(load(weight, at + c), load(row, c), high)
+        else:
+            for c in range(0, width, LANES):
+                w = load(weight, at + c)
+                high = fma(w, load(row, c), high)
+                low = fma(w, load(row, width + c), low)
+            out[n + j] = total(low) * scales[j]
         out[j] = total(high) * scales[j]
-        out[n + j] = total(low) * scales[j]

@@ -19,11 +19,14 @@ from gearshift.platform.engine.kernels.rows import add_norm, rotate, silu_mul
 from gearshift.platform.engine.kv.cpu import CpuCache, flat
 from gearshift.platform.engine.rows import Rows
 from gearshift.platform.engine.runners.linear import MIN_ROWS, Int4Linear, Int8Linear, Linear, PackedLinear, Scratch
+from gearshift.platform.engine.runners.rotation import Rotation
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary tables that do not depend on the length of the sequence."""
 INT4_GROUP = 32
+WIDE = frozenset({"down_proj"})
+"""int8 products whose input is not in the rotated basis, and needs two terms."""
 NOTHING: NDArray[np.float32] = np.zeros(0, np.float32)
 
 
@@ -70,7 +73,8 @@ class FusedModel:
         self._epsilon = np.float32(config.rms_norm_eps)
         self._heads = config.num_attention_heads
         self._scale = float(cache.dim**-0.5)
-        self._embedding: Tensor = model.model.embed_tokens.weight.detach().clone()
+        self._rotation = Rotation(self._hidden, cache.dim) if quantization == "int8" else None
+        self._embedding = self._take_embedding(model)
         self._cos, self._sin = rotary_tables(model, max_len)
         self._head = self._linear([model.lm_head], "lm_head")
         self._norm = numbers(model.model.norm)
@@ -78,7 +82,18 @@ class FusedModel:
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
         self._packed = np.zeros(self._max_rows * (self._heads + 2 * cache.kv_heads) * cache.dim, np.float32)
 
+    def _take_embedding(self, model: Any) -> Tensor:
+        weight: Tensor = model.model.embed_tokens.weight.detach()
+        if self._rotation is None:
+            return weight.clone()
+        turned = self._rotation.embedding(weight)
+        self._rotation.reader(model.lm_head, model.model.norm)
+        model.model.norm.weight.data.fill_(1.0)
+        return turned
+
     def _take(self, layer: Any, config: Any, index: int) -> Layer:
+        if self._rotation is not None:
+            self._rotation.layer(layer)
         attention, mlp = layer.self_attn, layer.mlp
         taken = Layer(
             input_norm=numbers(layer.input_layernorm),
@@ -98,7 +113,9 @@ class FusedModel:
         weight = torch.cat([module.weight.detach() for module in modules])
         biases = [module.bias for module in modules if module.bias is not None]
         bias = torch.cat([each.detach() for each in biases]) if biases else None
-        if self._quantization == "int8" or (self._quantization == "int4" and name == "lm_head"):
+        if self._quantization == "int8":
+            return Int8Linear(weight, bias, self._scratch, terms=2 if name in WIDE else 1)
+        if self._quantization == "int4" and name == "lm_head":
             return Int8Linear(weight, bias, self._scratch)
         if self._quantization == "int4":
             return Int4Linear(weight, None if bias is None else bias.bfloat16(), INT4_GROUP)

@@ -71,15 +71,16 @@ class Scratch:
 
 
 class Int8Linear:
-    """int8 weights with one scale a channel; activations of 15 bits as two int8 terms with one scale a row.
+    """int8 weights with one scale a channel; activations in one int8 term (8 bits) or two (15 bits) with one scale a row.
 
-    A batch goes through torch's VNNI product, both terms as rows of one call; a single row through a kernel of our own,
+    A batch goes through torch's VNNI product, the terms as rows of one call; a single row through a kernel of our own,
     which is bound by memory where the library's is not. Both are exact in whole numbers, so they agree.
     """
 
     takes = torch.float32
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Scratch) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Scratch, terms: int = 2) -> None:
+        self._terms = terms
         self._int8, self._scales = int8_weights(weight)
         self._packed = torch.ops.onednn.qlinear_prepack(self._int8, None)
         self._zeros = torch.zeros(len(self._scales), dtype=torch.int64)
@@ -90,9 +91,9 @@ class Int8Linear:
 
     def __call__(self, rows: Tensor, count: int) -> Tensor:
         scales = self._row_scales[:count]
-        quantize(flat(rows), rows.shape[1], flat(self._rows), scales)
-        products = self._one() if count == 1 else self._many(2 * count)
-        rescale(flat(products), scales, self._bias, products.shape[1])
+        quantize(flat(rows), rows.shape[1], self._terms, flat(self._rows), scales)
+        products = self._one() if count == 1 else self._many(self._terms * count)
+        rescale(flat(products), scales, self._terms, self._bias, products.shape[1])
         return products
 
     def _many(self, count: int) -> Tensor:
@@ -104,8 +105,8 @@ class Int8Linear:
 
     def _one(self) -> Tensor:
         count, width = self._int8.shape
-        out = torch.empty(2, count)
-        arrays = flat(self._rows), flat(self._int8), flat(self._scales), width
+        out = torch.empty(self._terms, count)
+        arrays = flat(self._rows), flat(self._int8), flat(self._scales), width, self._terms
 
         def part(span: tuple[int, int]) -> None:
             multiply_row(*arrays, *span, flat(out))
