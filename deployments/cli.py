@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from gearshift import __version__
-from gearshift.deployments import cli_bench, client
+from gearshift.deployments import cli_bench, cli_router, client
 from gearshift.deployments.consoles import config_path, err, out
 from gearshift.deployments.progress import bars
 from gearshift.platform.config import AUTO, Config
@@ -33,6 +33,7 @@ for name, sub in {
     "config": config_app,
     "keys": keys_app,
     "experiments": experiments_app,
+    "router": cli_router.app,
     "bench": cli_bench.app,
 }.items():
     app.add_typer(sub, name=name)

@@ -20,6 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="Measurements. Each exits with 1 wh
 Repeats = Annotated[int, typer.Option(min=1, help="How often each measurement is made.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")]
 FORMATS = ("float32", "bfloat16", "int8", "int4")
+LIVE_TOKENS = 64
 SECTIONS = ("throughput", "quality", "latency", "prefix", "scheduling", "versus")
 
 
@@ -124,6 +125,52 @@ def _model(config: Config, name: str | None) -> Model:
     if config.models[name].source is None:
         raise ConfigError(f"models.{name}: has no source, so there is no engine here to measure")
     return config.models[name]
+
+
+@app.command("router")
+def router(
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the public routing data that docs/routing.md describes.")
+    ] = None,
+    encoder: Annotated[
+        Path | None, typer.Option(help="Folder of a sentence encoder such as all-MiniLM-L6-v2: embedding scorers too.")
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Also measure a deployment's own tiers on questions of ours.")
+    ] = False,
+    answers: Annotated[
+        Path | None, typer.Option(help="For --live: answers from `gearshift router collect`, instead of asking anew.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="For --live: the deployment config; the example if left out.")
+    ] = None,
+    json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw quality over share of strong calls, or over cost, to this PNG.")
+    ] = None,
+) -> None:
+    """Measure the router on public data under fixed protocols, and on a deployment's own tiers."""
+    from gearshift.eval import answered, bench_live, bench_router, routing, routing_report
+
+    if data is None and not live:
+        raise typer.BadParameter("--data: which folder? Or --live, for the deployment's own tiers.")
+    report = Report("router")
+    with bars(err) as progress:
+        if data is not None:
+            curves = bench_router.run_router_bench(data, encoder, report, progress)
+            if plot is not None and not live:
+                routing_report.draw_gaps(curves, plot)
+        if live:
+            asked = answered.read(answered.own_questions(), answered.Question)
+            rows = (
+                answered.read(answers, answered.Answered)
+                if answers
+                else answered.collect(load(config_path(config)), asked, LIVE_TOKENS, progress)
+            )
+            done = bench_live.run_live(rows, report)
+            if plot is not None:
+                routing_report.draw(routing.curves(done), None, plot)
+    _finish(report, json_file)
 
 
 def _finish(report: Report, json_file: Path | None) -> None:

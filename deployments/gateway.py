@@ -179,6 +179,7 @@ class ChatExchange:
                     body=parse_chat(body),
                     authorization=headers.get("authorization", ""),
                     no_cache=_refuses_cache(headers.get("cache-control", "")),
+                    tier=headers.get("x-gearshift-tier", ""),
                     trace=self._emitter.propagate(span),
                 )
                 await self._answer(call, send)

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from gearshift.deployments.cascade import Again, GivenUp, second_sample, verified
 from gearshift.deployments.choices import of_choice, several
 from gearshift.guardrails import stream
 from gearshift.guardrails.policy import CompiledPolicy, compile_policy
@@ -27,6 +30,7 @@ from gearshift.platform.errors import (
     ContentBlocked,
     EngineUnavailable,
     GearshiftError,
+    InvalidRequest,
     ModelNotFound,
     Overloaded,
     ShuttingDown,
@@ -35,11 +39,15 @@ from gearshift.platform.errors import (
 from gearshift.platform.openai import ChatRequest
 from gearshift.platform.prompts.assemble import assemble
 from gearshift.platform.request import Delta, Message, Request, SamplingParams, Usage
-from gearshift.platform.telemetry import Record, VerdictNote
+from gearshift.platform.telemetry import AttemptNote, Record, VerdictNote
 from gearshift.platform.tenants import Caller, Tenants
+from gearshift.router.answers import Attempt, agreement
 from gearshift.router.arms import Served, Snapshot, serve, tier_of_release
-from gearshift.router.policy import Route, route
-from gearshift.router.score import SCORERS
+from gearshift.router.features import Query
+from gearshift.router.policy import Asked, Route
+from gearshift.router.router import Judgement, Router
+
+log = logging.getLogger(__name__)
 
 CHARS_PER_TOKEN = 3
 """A low guess, so that what is reserved is rarely less than what is used."""
@@ -53,7 +61,17 @@ class Call:
     body: ChatRequest
     authorization: str = ""
     no_cache: bool = False
+    tier: str = ""
+    """That the client wants `auto` to take, from its header."""
     trace: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A release that may answer. `verify`: its answer is judged, as one to this query, before any of it is sent."""
+
+    served: Served
+    verify: Query | None = None
 
 
 class Ticket:
@@ -82,7 +100,8 @@ class Pipeline:
         self._cache = cache
         self._snapshot = snapshot
         self._tenants = Tenants(config.tenants)
-        self._scorer = SCORERS[config.router.scorer]()
+        self._router = Router(config)
+        self.drift = self._router.drift()
         self._policies: dict[str, CompiledPolicy] = {n: compile_policy(p) for n, p in config.policies.items()}
         self.fingerprints = {name: fingerprint(config, name, revisions) for name in config.releases}
         self._background: set[asyncio.Task[None]] = set()
@@ -101,7 +120,7 @@ class Pipeline:
                 reservation = ticket.reservation = await self._limits.reserve(caller.tenant, caller.limits, tokens)
             try:
                 with record.step("route"):
-                    candidates = self._route(call, record)
+                    candidates = self._route(call, caller, reservation, record)
                 async with aclosing(self._first_that_answers(call, candidates, record)) as deltas:
                     async for delta in deltas:
                         yield delta
@@ -109,24 +128,36 @@ class Pipeline:
                 self._limits.settle(reservation, _used(record))
 
     async def _first_that_answers(
-        self, call: Call, candidates: list[Served], record: Record
+        self, call: Call, candidates: list[Candidate], record: Record
     ) -> AsyncGenerator[Delta, None]:
-        """Falls back to the next candidate until one has begun; never after that."""
-        for served, following in zip(candidates, [*candidates[1:], None], strict=True):
+        """Falls back to the next candidate until one has begun; never after that. An answer that is given up has not."""
+        for candidate, following in zip(candidates, [*candidates[1:], None], strict=True):
             started = False
             try:
-                async with aclosing(self._answer(call, served, record)) as deltas:
+                async with aclosing(self._answer(call, candidate, record)) as deltas:
                     async for delta in deltas:
                         started = True
                         yield delta
                 return
+            except GivenUp as given_up:
+                self._give_up(given_up, call, candidate.served, record)
             except (EngineUnavailable, Overloaded, UpstreamError):
                 if started or following is None:
                     raise
-                record.fallbacks.append((served.tier, following.tier))
+                record.fallbacks.append((candidate.served.tier, following.served.tier))
 
-    async def _answer(self, call: Call, served: Served, record: Record) -> AsyncGenerator[Delta, None]:
+    def _give_up(self, given_up: GivenUp, call: Call, served: Served, record: Record) -> None:
+        """Its cost is counted; one that was cut off did not tell how long its prompt was."""
+        judgement, usage = given_up.judgement, given_up.usage
+        usage = Usage(usage.prompt_tokens or estimate_prompt(call.body), usage.completion_tokens)
+        price = self._config.tiers[served.tier].price
+        note = (served.tier, judgement.reason, judgement.confidence, usage.prompt_tokens, usage.completion_tokens)
+        record.attempts.append(AttemptNote(*note, cost(usage, price)))
+        record.route_reason = f"{record.route_reason} {judgement.reason}"
+
+    async def _answer(self, call: Call, candidate: Candidate, record: Record) -> AsyncGenerator[Delta, None]:
         """One release's answer: from the cache, or from its engine through the guardrails."""
+        served, verify = candidate.served, candidate.verify
         release = self._config.releases[served.release]
         policy = self._policies[release.policy]
         record.tier, record.release, record.experiment = served.tier, served.release, served.experiment
@@ -138,7 +169,7 @@ class Pipeline:
             record.prompt = release.prompt, prompt.version
             messages = assemble(prompt, messages)
         with record.step("cache"):
-            question = self._question(call, served.release, messages, sampling, record)
+            question = self._question(call, served.release, messages, sampling, verify is not None, record)
             answer = await self._look_up(question, record)
         if answer is not None:  # it passed the output guardrails of this very policy before it was stored
             record.usage, record.finish_reason = answer.usage, answer.finish_reason
@@ -147,7 +178,9 @@ class Pipeline:
             return
         pieces: list[str] = []
         with record.step("generate"):
-            async with aclosing(self._generate(call, release.model, policy, messages, sampling, record)) as deltas:
+            async with aclosing(
+                self._generate(call, release.model, policy, messages, sampling, verify, record)
+            ) as deltas:
                 async for delta in deltas:
                     pieces.append(delta.text)
                     if delta.finish_reason:
@@ -162,24 +195,50 @@ class Pipeline:
         policy: CompiledPolicy,
         messages: tuple[Message, ...],
         sampling: SamplingParams,
+        verify: Query | None,
         record: Record,
     ) -> AsyncGenerator[Delta, None]:
         """What the engine writes and the guardrails let through, of as many answers as are asked for."""
         note = _noter(record, "output")
         salt, trace = call.body.cache_salt or "", dict(call.trace)
 
-        def ask(choice: int) -> AsyncGenerator[Delta, None]:
-            name = call.id if call.body.choices == 1 else f"{call.id}-{choice}"
-            chosen = of_choice(sampling, choice)
-            request = Request(name, messages, chosen, record.tenant, call.body.service, salt, trace)
+        def ask(choice: int, wished: SamplingParams) -> AsyncGenerator[Delta, None]:
+            name = f"{call.id}-{choice}" if choice else call.id
+            request = Request(name, messages, wished, record.tenant, call.body.service, salt, trace)
             return self._engines[model].generate(request)
 
+        if verify is not None:
+            asked = _timed(ask(0, replace(sampling, certainty=True)), record)
+            judged = self._verified(call, verify, asked, second_sample(ask, sampling), record)
+            return stream.watch(judged, policy.output, note)
         if call.body.choices == 1:
-            return stream.watch(_timed(ask(0), record), policy.output, note)
-        begins = [
-            lambda choice=choice: stream.watch(ask(choice), policy.output, note) for choice in range(call.body.choices)
-        ]
+            return stream.watch(_timed(ask(0, sampling), record), policy.output, note)
+
+        def begin(choice: int) -> AsyncGenerator[Delta, None]:
+            return stream.watch(ask(choice, of_choice(sampling, choice)), policy.output, note)
+
+        begins = [partial(begin, choice) for choice in range(call.body.choices)]
         return _timed(several(begins), record)
+
+    def _verified(
+        self, call: Call, query: Query, deltas: AsyncGenerator[Delta, None], again: Again, record: Record
+    ) -> AsyncGenerator[Delta, None]:
+        """The answer, once it is judged good enough."""
+        cascade = self._config.router.cascade
+        assert cascade is not None
+
+        async def judge(attempt: Attempt) -> Judgement:
+            if cascade.second_sample:
+                attempt = replace(attempt, agreement=agreement(attempt.text, await again(cascade.window_tokens)))
+            judgement = self._router.judge(query, attempt)
+            if self.drift is not None:
+                self.drift.judged(record.tenant, not judgement.accepted)
+            if judgement.accepted:
+                record.accepted = True
+                record.route_reason = f"{record.route_reason} {judgement.reason}"
+            return judgement
+
+        return verified(deltas, judge, cascade.window_tokens if call.body.stream else None)
 
     @contextmanager
     def _seat(self) -> Iterator[None]:
@@ -202,23 +261,60 @@ class Pipeline:
             raise ModelNotFound(f"There is no model {model!r}; there are: {known}.", param="model")
         caller.require(model)
 
-    def _route(self, call: Call, record: Record) -> list[Served]:
+    def _route(self, call: Call, caller: Caller, reservation: Reservation, record: Record) -> list[Candidate]:
         """Where the request goes first, and where it may fall back to: only the router's choice may be replaced."""
         snapshot, config, asked = self._snapshot(), self._config, call.body.model
         record.asked, record.epoch = asked, snapshot.epoch
         unit = call.body.unit or call.id
         if asked in config.releases:
             record.route_reason = "release"
-            return [Served(tier_of_release(config, asked), asked)]
-        chosen = Route(asked, "tier") if asked in config.tiers else self._score(call.body)
+            return [Candidate(Served(tier_of_release(config, asked), asked))]
+        query = query_of(call.body)
+        chosen = (
+            Route(asked, "tier") if asked in config.tiers else self._choose(call, caller, query, reservation, record)
+        )
         record.route_reason, record.score = chosen.reason, chosen.score
-        others = [tier for tier in config.tiers if tier != chosen.tier] if asked == AUTO else []
-        return [serve(config, snapshot, tier, unit) for tier in (chosen.tier, *others)]
+        self._watch_drift(caller.tenant, chosen.score)
+        candidates = [Candidate(serve(config, snapshot, tier, unit)) for tier in (chosen.tier, *chosen.others)]
+        if self._router.verifies(chosen) and call.body.choices == 1:
+            # what is given up goes on to the others, and back to the first unjudged when none of them can answer
+            return [replace(candidates[0], verify=query), *candidates[1:], candidates[0]]
+        return candidates
 
-    def _score(self, body: ChatRequest) -> Route:
-        query = next((m.message().content for m in reversed(body.messages) if m.role == "user"), "")
-        turns = sum(message.role == "user" for message in body.messages)
-        return route(self._scorer.score(query, turns), self._config.router.threshold, list(self._config.tiers))
+    def _watch_drift(self, tenant: str, score: float | None) -> None:
+        if self.drift is None or score is None:
+            return
+        index = self.drift.scored(tenant, score)
+        if index is not None:
+            telemetry.ROUTER_DRIFT.labels(tenant).set(index)
+            for alert in self.drift.alerts():
+                log.warning("router: %s; calibrate anew", alert)
+
+    def _choose(self, call: Call, caller: Caller, query: Query, reservation: Reservation, record: Record) -> Route:
+        if call.tier and call.tier not in self._config.tiers:
+            known = ", ".join(self._config.tiers)
+            raise InvalidRequest(f"x-gearshift-tier: there is no tier {call.tier!r}; there are: {known}.")
+        tenant = self._config.tenants[caller.tenant]
+        wished = call.body.max_completion_tokens or call.body.max_tokens or 0
+        asked = Asked(
+            prompt_tokens=estimate_prompt(call.body),
+            wished_tokens=wished,
+            forced=call.tier,
+            pinned=tenant.tier or "",
+            allowed=frozenset(tenant.tiers) if tenant.tiers else None,
+        )
+        load = max(self._queue_share(), reservation.used_share)
+        record.threshold, record.scorer = self._router.threshold_at(load), self._router.scorer_id
+        record.query = query.text if self._config.telemetry.record_queries else ""
+        return self._router.route(query, asked, load)
+
+    def _queue_share(self) -> float:
+        """How full the queues of the most expensive tier are, as far as this gateway was told."""
+        models = {self._config.releases[r].model for r in self._config.releases_of(self._router.tiers[-1].name)}
+        room = sum(
+            self._config.models[name].max_queued_requests * self._config.models[name].replicas for name in models
+        )
+        return sum(self._engines[name].stats().waiting for name in models) / room if room else 0.0
 
     def _guard_input(
         self, policy: CompiledPolicy, messages: tuple[Message, ...], record: Record
@@ -232,7 +328,13 @@ class Pipeline:
         return checked
 
     def _question(
-        self, call: Call, release: str, messages: tuple[Message, ...], sampling: SamplingParams, record: Record
+        self,
+        call: Call,
+        release: str,
+        messages: tuple[Message, ...],
+        sampling: SamplingParams,
+        verify: bool,
+        record: Record,
     ) -> Question | None:
         """None when this request has nothing to do with the cache."""
         mode = call.body.cache.mode if call.body.cache else self._config.cache.mode
@@ -241,6 +343,8 @@ class Pipeline:
         if call.body.choices > 1:
             return None
         salt = call.body.cache_salt or ""
+        if verify:  # an answer that nobody judged is no answer to a request that wants it judged
+            salt = f"{salt}\0{self._router.judge_id}"
         return Question(record.tenant, self.fingerprints[release], messages, sampling, salt)
 
     async def _look_up(self, question: Question | None, record: Record) -> Answer | None:
@@ -304,14 +408,26 @@ def _noter(record: Record, stage: Stage) -> Callable[[Verdict], None]:
 
 def _used(record: Record) -> int:
     """Tokens that count against the limits: none for an answer from the cache, what came out of one that broke off."""
+    given_up = sum(note.prompt_tokens + note.completion_tokens for note in record.attempts)
     if record.cache == "hit":
-        return 0
-    return record.usage.total_tokens if record.usage else record.engine_deltas
+        return given_up
+    return given_up + (record.usage.total_tokens if record.usage else record.engine_deltas)
+
+
+def query_of(body: ChatRequest) -> Query:
+    """What the router looks at: the last thing the user said."""
+    text = next((m.message().content for m in reversed(body.messages) if m.role == "user"), "")
+    return Query(text, sum(message.role == "user" for message in body.messages))
+
+
+def estimate_prompt(body: ChatRequest) -> int:
+    """Tokens, roughly."""
+    return sum(len(message.message().content) // CHARS_PER_TOKEN + 4 for message in body.messages)
 
 
 def estimate_tokens(body: ChatRequest, config: Config) -> int:
     """What the request may use at most, roughly: its text and the longest answer it allows."""
-    prompt = sum(len(message.message().content) // CHARS_PER_TOKEN + 4 for message in body.messages)
+    prompt = estimate_prompt(body)
     answer = body.max_completion_tokens or body.max_tokens
     answer = answer or max(release.sampling.max_completion_tokens for release in config.releases.values())
     return prompt + answer * body.choices

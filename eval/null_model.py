@@ -9,15 +9,15 @@ from gearshift.platform.engine.blocks import BlockPool
 from gearshift.platform.engine.core import EngineCore
 from gearshift.platform.engine.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, FairQueue
 from gearshift.platform.engine.scheduler import Scheduler
-from gearshift.platform.engine.sequence import Sequence, Step
+from gearshift.platform.engine.sequence import Sampled, Sequence, Step
 from gearshift.platform.request import SamplingParams
 
 BLOCK = 16
 
 
 class NullModel:
-    def run(self, step: Step) -> list[int]:
-        return [1] * sum(chunk.samples for chunk in step)
+    def run(self, step: Step) -> list[Sampled]:
+        return [Sampled(1)] * sum(chunk.samples for chunk in step)
 
 
 def sequence_steps_per_second(running: int, tokens: int = 512) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from gearshift.eval.bench import Report, Result
 from gearshift.platform.errors import ConfigError
@@ -17,21 +18,27 @@ PANELS = {
 }
 
 
-def draw(report: Report, path: Path) -> None:
-    """Raises `ConfigError` when there is nothing to draw or nothing to draw with."""
-    found = {panel: _curves(report, panel) for panel in PANELS}
-    if not any(found.values()):
-        raise ConfigError("--plot: the report has no throughput over streams; run the throughput part")
+def pyplot() -> Any:
+    """Raises `ConfigError` when there is nothing to draw with."""
     try:
         import matplotlib as mpl
     except ImportError as error:
         raise ConfigError("--plot: needs matplotlib; pip install 'gearshift[bench]'") from error
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as found
 
+    return found
+
+
+def draw(report: Report, path: Path) -> None:
+    """Raises `ConfigError` when there is nothing to draw or nothing to draw with."""
+    found = {panel: _curves(report, panel) for panel in PANELS}
+    if not any(found.values()):
+        raise ConfigError("--plot: the report has no throughput over streams; run the throughput part")
+    plt = pyplot()
     names = list(dict.fromkeys(who for curves in found.values() for who in curves))
     colours = {who: f"C{number}" for number, who in enumerate(names)}  # the same in every panel
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 3.8), layout="constrained")
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(4.6 * len(PANELS), 3.8), layout="constrained")
     for axis, (panel, title) in zip(axes, PANELS.items(), strict=True):
         for who, results in found[panel].items():
             _curve(axis.errorbar, who, results, colours[who])
@@ -43,7 +50,7 @@ def draw(report: Report, path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def _curves(report: Report, panel: tuple[str, str]) -> dict[str, dict[int, Result]]:

@@ -161,6 +161,12 @@ class Tier(Section):
     release: Name | None = None
     experiment: Name | None = None
     price: Price = Price()
+    quality: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Quality of its average answer, for scorers that know nothing of tiers between the cheapest and the most expensive."""
+    context: Count | None = None
+    """Tokens of prompt and answer; unset takes the least of its models' `max_model_len`, where one is set."""
+    abilities: list[Literal["tools", "json", "vision"]] = ["tools", "json", "vision"]
+    """A request that needs another one is never routed here."""
 
     @model_validator(mode="after")
     def _one_server(self) -> Self:
@@ -169,11 +175,49 @@ class Tier(Section):
         return self
 
 
-class Router(Section):
-    """A query whose score reaches the threshold goes to the most expensive tier, any other to the cheapest."""
+class Cascade(Section):
+    """Ask the cheap tier first, judge its answer, and ask the expensive one when it is not good enough."""
 
-    scorer: Literal["features", "random"] = "features"
-    threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+    judge: str | None = None
+    """File made by `gearshift router train --kind answer`; without one the model's own certainty is the confidence."""
+    threshold: Annotated[float, Field(ge=-1, le=1)] | None = None
+    """An answer of less confidence is given up; unset takes the calibration's."""
+    window_tokens: Count = 32
+    """Of a streamed answer so many tokens are held back and judged; of any other, all."""
+    second_sample: bool = False
+    """Also ask the cheap tier for a second, short answer, and see how far the two agree."""
+
+
+class Pressure(Section):
+    """Under load the threshold rises, so that the queries that need the expensive tier least do without."""
+
+    start: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Share of the expensive tier's queue, or used share of the tenant's tokens a minute, above which it rises."""
+    most: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """How much it has risen at full load."""
+
+
+class Router(Section):
+    """A query goes to the expensive tier when its score, the estimated gain, reaches the threshold."""
+
+    scorer: Literal["features", "length", "random"] = "features"
+    """Used without an artefact."""
+    artefact: str | None = None
+    """A trained scorer, made by `gearshift router train`. Paths are relative to the config file."""
+    calibration: str | None = None
+    """Thresholds, made by `gearshift router calibrate` for this very scorer."""
+    threshold: Annotated[float, Field(ge=-1, le=1)] | None = None
+    """Set by hand; 0.5 without a calibration."""
+    cascade: Cascade | None = None
+    pressure: Pressure | None = Pressure()
+
+    @model_validator(mode="after")
+    def _one_threshold(self) -> Self:
+        if self.calibration is not None and self.threshold is not None:
+            raise ValueError("set either threshold or calibration, not both")
+        if self.cascade is not None and self.cascade.threshold is None and self.calibration is None:
+            raise ValueError("cascade: needs a threshold, its own or a calibration's")
+        return self
 
 
 class Cache(Section):
@@ -200,6 +244,10 @@ class Tenant(Section):
     models: Annotated[list[str], Field(min_length=1)] = ["*"]
     """What the tenant may ask for: names of tiers and releases, `auto` (the router may then choose any tier), `*` for all."""
     limits: Limits = Limits()
+    tier: Name | None = None
+    """Where all its requests for `auto` go, whatever their score."""
+    tiers: Annotated[list[Name], Field(min_length=1)] | None = None
+    """The tiers that the router may choose for it; unset is all."""
 
 
 class Redis(Section):
@@ -248,6 +296,8 @@ class Telemetry(Section):
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     records: Literal["off", "stdout", "file"] = "off"
     records_path: str = "gearshift-requests.jsonl"
+    record_queries: bool = False
+    """Put the user's last message into the records, for replaying them with another scorer."""
     metrics_token_env: str | None = None
     """Environment variable with a bearer token that /metrics asks for. Without one, whoever reaches the gateway can read
     the names of tenants and how much they use."""

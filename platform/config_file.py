@@ -32,7 +32,20 @@ def load(path: Path) -> Config:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    return parse(text, str(path))
+    return _from_folder(parse(text, str(path)), path.parent)
+
+
+def _from_folder(config: Config, folder: Path) -> Config:
+    """Paths in the file are relative to the file."""
+    router = config.router
+
+    def found(value: str | None) -> str | None:
+        return None if value is None else str((folder / value).resolve())
+
+    files = {"artefact": found(router.artefact), "calibration": found(router.calibration)}
+    if router.cascade is not None:
+        files["cascade"] = router.cascade.model_copy(update={"judge": found(router.cascade.judge)})  # type: ignore[assignment]
+    return config.model_copy(update={"router": router.model_copy(update=files)})
 
 
 def parse(text: str, name: str = "config") -> Config:
@@ -168,6 +181,11 @@ def _cross_check(config: Config) -> Iterator[Problem]:
         for index, key in enumerate(tenant.keys):
             if seen_keys.setdefault(key, name) != name:
                 yield ("tenants", name, "keys", index), f"is also a key of tenant {seen_keys[key]!r}"
+    for name, tenant in config.tenants.items():
+        for index, tier_name in enumerate(tenant.tiers or ()):
+            yield from _known(("tenants", name, "tiers", index), tier_name, config.tiers)
+        if tenant.tier is not None:
+            yield from _known(("tenants", name, "tier"), tenant.tier, config.tiers)
     if sum(tenant.open for tenant in config.tenants.values()) > 1:
         yield ("tenants",), "only one tenant can be open"
     if config.redis.url is not None and config.redis.url_env is not None:

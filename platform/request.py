@@ -43,6 +43,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    certainty: bool = False
+    """Also tell how probable each token was, and how open the choice."""
 
     @property
     def deterministic(self) -> bool:
@@ -84,6 +86,10 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     """How many tokens came with this piece: more than one where text was held back until a character was whole."""
     choice: int = 0
     """Which of several answers to the request (`n`) this is a piece of."""
+    logprobs: tuple[float, ...] = ()
+    """Of its tokens, natural logarithms; only when the sampling asks for `certainty`, as the entropies."""
+    entropies: tuple[float, ...] = ()
+    """Of the distributions they were drawn from, in nats; none from a server that does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,16 @@ REQUESTS = Counter("gearshift_requests", "Requests ended", ["tenant", "tier", "r
 TOKENS = Counter("gearshift_tokens", "Tokens of answers from engines", ["tenant", "release", "kind"])
 COST = Counter("gearshift_cost_dollars", "Price of the tokens", ["tenant", "tier"])
 CACHE = Counter("gearshift_cache", "Answers looked up", ["kind", "result"])
+CASCADE = Counter("gearshift_cascade", "Answers of the cheap tier judged before they were sent", ["tier", "result"])
+SCORES = Histogram(
+    "gearshift_route_score", "Estimated gain of the expensive tier", ["tenant"], buckets=[n / 20 for n in range(-4, 21)]
+)
+ROUTER_DRIFT = Gauge(
+    "gearshift_router_drift",
+    "Population stability index of the tenant's scores against those the router was calibrated on",
+    ["tenant"],
+    multiprocess_mode="livemax",
+)
 ROUTES = Counter("gearshift_routes", "Routing decisions", ["tier", "reason"])
 VERDICTS = Counter("gearshift_guardrail_verdicts", "Guardrail verdicts other than allow", ["stage", "action", "rule"])
 FALLBACKS = Counter("gearshift_fallbacks", "Requests moved to another tier", ["from_tier", "to_tier"])
@@ -112,6 +122,17 @@ class VerdictNote(NamedTuple):
     rule: str
 
 
+class AttemptNote(NamedTuple):
+    """An answer of a tier that was given up."""
+
+    tier: str
+    reason: str
+    confidence: float
+    prompt_tokens: int
+    completion_tokens: int
+    cost_dollars: float
+
+
 @dataclass(slots=True)
 class Record:
     """All that is known about one request. The pipeline owns it and fills it in; afterwards it is emitted once."""
@@ -129,6 +150,15 @@ class Record:
     epoch: int = 0
     route_reason: str = ""
     score: float | None = None
+    threshold: float | None = None
+    """That the score was held against."""
+    scorer: str = ""
+    query: str = ""
+    """The last user message, only when the config says so."""
+    attempts: list[AttemptNote] = field(default_factory=list)
+    """Answers that were given up before the client saw any of them."""
+    accepted: bool = False
+    """The answer was judged, and found good enough."""
     cache: str = "bypass"
     stream: bool = False
     verdicts: list[VerdictNote] = field(default_factory=list)
@@ -303,6 +333,13 @@ def _count(record: Record) -> None:
             SERVER_PER_TOKEN.labels(*operation).observe(seconds / (usage.completion_tokens - 1))
     CACHE.labels("exact", record.cache).inc()
     ROUTES.labels(record.tier, record.route_reason.partition(":")[0]).inc()
+    if record.score is not None:
+        SCORES.labels(record.tenant).observe(record.score)
+    for attempt in record.attempts:
+        CASCADE.labels(attempt.tier, "given up").inc()
+        COST.labels(record.tenant, attempt.tier).inc(attempt.cost_dollars)
+    if record.accepted:
+        CASCADE.labels(record.tier, "accepted").inc()
     for note in record.verdicts:
         VERDICTS.labels(*note).inc()
     for from_tier, to_tier in record.fallbacks:

@@ -36,6 +36,11 @@ class Reservation:
     requests_left: Allowance | None = None
     tokens_left: Allowance | None = None
 
+    @property
+    def used_share(self) -> float:
+        """Of the minute's tokens, 0 to 1; 0 without a limit."""
+        return 1 - self.tokens_left.remaining / self.tokens_left.limit if self.tokens_left else 0.0
+
     def headers(self) -> dict[str, str]:
         """OpenAI's `x-ratelimit-*`."""
         found: dict[str, str] = {}

@@ -177,7 +177,7 @@ class AsyncEngine:
     def _push(self, sequence: Sequence, stream: _Stream, token: Token) -> None:
         """The token's text to who asked; when the text ends the answer before the engine does, the engine is told."""
         try:
-            delta = stream.text.push(token.id, token.finish_reason)
+            delta = stream.text.push(token.sampled, token.finish_reason)
         except Exception as error:
             log.exception("no text could be made for request %s", sequence.id)
             failed = InternalError("The engine failed while it wrote this answer.")

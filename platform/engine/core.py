@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from gearshift.platform.engine.scheduler import Scheduler
-from gearshift.platform.engine.sequence import Sequence, Step, Token
+from gearshift.platform.engine.sequence import Sampled, Sequence, Step, Token
 from gearshift.platform.errors import GearshiftError, InternalError
 from gearshift.platform.request import EngineStats
 
 
 class Runner(Protocol):
-    def run(self, step: Step) -> list[int]:
-        """Computes the step; returns one sampled id for each chunk that samples, in their order."""
+    def run(self, step: Step) -> list[Sampled]:
+        """Computes the step; returns one token for each chunk that samples, in their order."""
         ...
 
 
@@ -51,10 +51,10 @@ class EngineCore:
         step = self.scheduler.schedule()
         self._steps += 1
         try:
-            token_ids = self.runner.run(step) if step else []
+            sampled = self.runner.run(step) if step else []
         except Exception as error:
             return [Failure(chunk.sequence, self._fail(chunk.sequence, error)) for chunk in step]
-        tokens = self.scheduler.update(step, token_ids, self._clock() - begun)
+        tokens = self.scheduler.update(step, sampled, self._clock() - begun)
         self._generation_tokens += len(tokens)
         return list(tokens)
 

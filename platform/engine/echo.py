@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import cycle, islice
 
 from gearshift.platform.errors import ContextLengthExceeded, EngineUnavailable, GearshiftError, Overloaded, ShuttingDown
@@ -15,7 +15,8 @@ class EchoEngine:
 
     With `ignore_eos` the words repeat until `max_tokens`.
 
-    `fail_after` makes every answer break after so many words, with `failure`.
+    `fail_after` makes every answer break after so many words, with `failure`. `logprobs` are told in turn as those of the
+    words, for requests that ask for `certainty`.
     """
 
     def __init__(
@@ -25,12 +26,14 @@ class EchoEngine:
         max_model_len: int = 8192,
         fail_after: int | None = None,
         failure: GearshiftError | None = None,
+        logprobs: Sequence[float] = (),
     ) -> None:
         self._delay_s = delay_s
         self._max_running = max_running
         self._max_len = max_model_len
         self._fail_after = fail_after
         self._failure = failure or EngineUnavailable("The replica that worked on the request is gone.")
+        self._logprobs = logprobs
         self._closed = False
         self._step: asyncio.Event | None = None
         self._running = self._steps = self._prompt_tokens = self._generation_tokens = self._aborted = 0
@@ -56,7 +59,9 @@ class EchoEngine:
                 await self._next_step()
                 if count == self._fail_after:
                     raise self._failure
-                yield Delta(word if count == 0 else f" {word}")
+                told = self._logprobs[count % len(self._logprobs)] if self._logprobs else 0.0
+                logprobs, entropies = ((told,), (-told,)) if request.sampling.certainty else ((), ())
+                yield Delta(word if count == 0 else f" {word}", logprobs=logprobs, entropies=entropies)
                 count += 1
                 self._steps += 1
                 self._generation_tokens += 1

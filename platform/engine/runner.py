@@ -21,7 +21,7 @@ from gearshift.platform.engine.runners.transformers import (
     paged_attention,
 )
 from gearshift.platform.engine.sampling import sample
-from gearshift.platform.engine.sequence import Chunk, Sequence, Step
+from gearshift.platform.engine.sequence import Chunk, Sampled, Sequence, Step
 from gearshift.platform.engine.workers import Workers
 from gearshift.platform.errors import ConfigError
 from gearshift.platform.request import SamplingParams
@@ -41,16 +41,20 @@ class TorchRunner:
         self._block_size = block_size
 
     @torch.inference_mode()
-    def run(self, step: Step) -> list[int]:
+    def run(self, step: Step) -> list[Sampled]:
         logits = self._model.logits(rows_of(step, self._block_size))
         sequences = [chunk.sequence for chunk in step if chunk.samples]
         if not sequences:
             return []
         greedy = logits.argmax(dim=-1).tolist()
         return [
-            token
-            if takes_best(each.sampling)
-            else sample(row, each.sampling, each.prompt_ids, each.output_ids, each.seed)
+            _sampled(
+                token
+                if takes_best(each.sampling)
+                else sample(row, each.sampling, each.prompt_ids, each.output_ids, each.seed),
+                row,
+                each.sampling,
+            )
             for each, token, row in zip(sequences, greedy, logits, strict=True)
         ]
 
@@ -72,6 +76,13 @@ class TorchRunner:
             target = torch.tensor(tokens[start + 1 : end + 1], device=logits.device)
             losses += nn.functional.cross_entropy(logits, target, reduction="none").tolist()
         return losses
+
+
+def _sampled(token: int, logits: Tensor, params: SamplingParams) -> Sampled:
+    if not params.certainty:
+        return Sampled(token)
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    return Sampled(token, float(logprobs[token]), float(-(logprobs.exp() * logprobs).sum()))
 
 
 def takes_best(params: SamplingParams) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from gearshift.platform.engine.blocks import BlockPool
 from gearshift.platform.engine.fairness import FairQueue
 from gearshift.platform.engine.pacing import Load, Pacer
-from gearshift.platform.engine.sequence import Chunk, Sequence, Step, Token
+from gearshift.platform.engine.sequence import Chunk, Sampled, Sequence, Step, Token
 from gearshift.platform.request import ServiceClass
 
 CLASSES: tuple[ServiceClass, ...] = ("interactive", "batch")
@@ -105,21 +105,22 @@ class Scheduler:
             self._admit(draft, service)
         return tuple(draft.chunks)
 
-    def update(self, step: Step, token_ids: list[int], seconds: float = 0.0) -> list[Token]:
-        """Takes in what the runner computed: one id for each chunk that samples, in their order."""
+    def update(self, step: Step, sampled: list[Sampled], seconds: float = 0.0) -> list[Token]:
+        """Takes in what the runner computed: one token for each chunk that samples, in their order."""
         if step:
             self._pacer.observe(self._draft.load, self._draft.streams, seconds)
         if any(chunk.sequence.service == "batch" for chunk in step):
             self._batch_served_at = self._clock()
-        ids = iter(token_ids)
+        chosen = iter(sampled)
         tokens: list[Token] = []
         for sequence, _, end in step:
             samples = end == sequence.num_tokens
             sequence.num_computed = end
             self.pool.publish(sequence)
             if samples:
-                sequence.output_ids.append(next(ids))
-                token = Token(sequence, sequence.output_ids[-1], sequence.finish_reason())
+                newest = next(chosen)
+                sequence.output_ids.append(newest.id)
+                token = Token(sequence, newest, sequence.finish_reason())
                 tokens.append(token)
                 self.queues[sequence.service].charge(sequence.tenant, outputs=1)
                 if token.finish_reason:

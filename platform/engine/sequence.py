@@ -74,9 +74,23 @@ Step = tuple[Chunk, ...]
 """What the scheduler decided; the runner computes it."""
 
 
+class Sampled(NamedTuple):
+    """What the runner chose for a sequence. The numbers are there when its sampling asks for `certainty`."""
+
+    id: int
+    logprob: float | None = None
+    """Natural logarithm of its probability under the model, before temperature and filters."""
+    entropy: float = 0.0
+    """Of the model's distribution, in nats."""
+
+
 class Token(NamedTuple):
     """What a step gave one sequence. `finish_reason` is set on the last."""
 
     sequence: Sequence
-    id: int
+    sampled: Sampled
     finish_reason: FinishReason | None
+
+    @property
+    def id(self) -> int:
+        return self.sampled.id

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from gearshift.platform.engine.sequence import Sequence
+from gearshift.platform.engine.sequence import Sampled, Sequence
 from gearshift.platform.request import Delta, FinishReason, Usage
 
 
@@ -87,17 +87,22 @@ class AnswerText:
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(sequence.sampling.stop)
         self._count = self._sent = 0
+        self._logprobs: list[float] = []
+        self._entropies: list[float] = []
 
     @property
     def stopped(self) -> bool:
         """A stop string was found: the engine need not go on."""
         return self._stops.found
 
-    def push(self, token_id: int, finish_reason: FinishReason | None) -> Delta | None:
+    def push(self, token: Sampled, finish_reason: FinishReason | None) -> Delta | None:
         """What may be sent now, if anything. The last one has a finish reason."""
         self._count += 1
+        if token.logprob is not None:
+            self._logprobs.append(token.logprob)
+            self._entropies.append(token.entropy)
         hidden = finish_reason == "stop"  # the end-of-text token has no text
-        text = self._stops.push("" if hidden else self._detokenizer.push([token_id]))
+        text = self._stops.push("" if hidden else self._detokenizer.push([token.id]))
         if finish_reason and not self._stops.found:
             text += self._stops.push(self._detokenizer.flush())
             text += "" if self._stops.found else self._stops.flush()
@@ -106,8 +111,11 @@ class AnswerText:
         if not (text or finish_reason):
             return None
         tokens, self._sent = self._count - self._sent, self._count
+        logprobs, entropies = tuple(self._logprobs), tuple(self._entropies)
+        self._logprobs.clear()
+        self._entropies.clear()
         if not finish_reason:
-            return Delta(text, tokens=tokens)
+            return Delta(text, tokens=tokens, logprobs=logprobs, entropies=entropies)
         sequence = self._sequence
         usage = Usage(len(sequence.prompt_ids), self._count, sequence.cached_tokens)
-        return Delta(text, finish_reason, usage, tokens)
+        return Delta(text, finish_reason, usage, tokens, logprobs=logprobs, entropies=entropies)

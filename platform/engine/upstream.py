@@ -90,7 +90,7 @@ class UpstreamEngine:
                 for choice in chunk.get("choices", []):
                     finish_reason = FINISH_REASONS.get(choice.get("finish_reason") or "", finish_reason)
                     if text := choice.get("delta", {}).get("content"):
-                        yield Delta(text)
+                        yield Delta(text, logprobs=_logprobs(choice))
             if finish_reason is None:
                 raise UpstreamError("The answer of the server behind this model ended too early.")
             yield Delta("", finish_reason, usage)
@@ -115,6 +115,8 @@ def request_body(model: str, request: Request) -> JsonObject:
     for name in ("seed", "presence_penalty", "frequency_penalty", *EXTRAS):
         if getattr(sampling, name) != getattr(default, name):
             body[name] = getattr(sampling, name)
+    if sampling.certainty:
+        body["logprobs"] = True
     for name in ("stop", "stop_token_ids"):
         if getattr(sampling, name):
             body[name] = list(getattr(sampling, name))
@@ -150,6 +152,12 @@ def _json(data: str) -> dict[str, Any]:
     except ValueError as error:
         raise UpstreamError("The server behind this model sent something that is not JSON.") from error
     return value if isinstance(value, dict) else {}
+
+
+def _logprobs(choice: dict[str, Any]) -> tuple[float, ...]:
+    """Of the tokens of one chunk; none from a server that leaves them out."""
+    tokens = (choice.get("logprobs") or {}).get("content") or []
+    return tuple(float(token["logprob"]) for token in tokens if "logprob" in token)
 
 
 def _usage(chunk: dict[str, Any]) -> Usage | None:

@@ -62,6 +62,11 @@ class Gateway:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
 
+@pytest.fixture
+def base_config() -> str:
+    return TEXT
+
+
 Serve = Callable[..., AbstractAsyncContextManager[Gateway]]
 
 
@@ -70,8 +75,8 @@ def serve(store: Store, anyio_backend: str) -> Serve:
     """`async with serve(small=EchoEngine(...)) as gateway`; engines that are not given echo at once."""
 
     @asynccontextmanager
-    async def running(text: str = TEXT, **given: Engine) -> AsyncIterator[Gateway]:
-        config: Config = config_file.parse(text)
+    async def running(text: str = TEXT, extra: str = "", **given: Engine) -> AsyncIterator[Gateway]:
+        config: Config = config_file.parse(text + extra)
         engines: dict[str, Any] = {name: given.get(name) or EchoEngine() for name in config.models}
         snapshot = [Snapshot.of(config)]
         pipeline = Pipeline(

@@ -21,7 +21,7 @@ from gearshift.platform.engine.bridge import AsyncEngine, Prompts
 from gearshift.platform.engine.core import EngineCore
 from gearshift.platform.engine.runner import Loaded, TorchRunner
 from gearshift.platform.engine.scheduler import Scheduler
-from gearshift.platform.engine.sequence import Step, Token
+from gearshift.platform.engine.sequence import Sampled, Step, Token
 from gearshift.platform.errors import ContextLengthExceeded, InternalError, Overloaded, ShuttingDown
 from gearshift.platform.request import Delta, Message, Request, SamplingParams
 
@@ -71,8 +71,8 @@ def reference(folder: Path) -> Any:
 class Checked(Scheduler):
     """Looks for leaks after every step."""
 
-    def update(self, step: Step, token_ids: list[int], seconds: float = 0.0) -> list[Token]:
-        tokens = super().update(step, token_ids, seconds)
+    def update(self, step: Step, sampled: list[Sampled], seconds: float = 0.0) -> list[Token]:
+        tokens = super().update(step, sampled, seconds)
         self.check_integrity()
         return tokens
 
@@ -260,7 +260,7 @@ class Breaking:
     def __init__(self, runner: TorchRunner) -> None:
         self.runner, self.broken = runner, False
 
-    def run(self, step: Step) -> list[int]:
+    def run(self, step: Step) -> list[Sampled]:
         if self.broken:
             self.broken = False
             raise RuntimeError("CUDA error: at /internal/path")

@@ -13,7 +13,7 @@ from gearshift.platform.engine.blocks import BlockPool
 from gearshift.platform.engine.fairness import FairQueue, bound
 from gearshift.platform.engine.pacing import CostModel, Load, Pacer
 from gearshift.platform.engine.scheduler import Scheduler
-from gearshift.platform.engine.sequence import Sequence, Step
+from gearshift.platform.engine.sequence import Sampled, Sequence, Step
 from gearshift.platform.request import SamplingParams, ServiceClass
 
 END = 0
@@ -55,7 +55,7 @@ class Clock:
 
 def advance(scheduler: Scheduler, token: int = 1, seconds: float = 0.0) -> Step:
     step = scheduler.schedule()
-    scheduler.update(step, [token] * sum(chunk.samples for chunk in step), seconds)
+    scheduler.update(step, [Sampled(token)] * sum(chunk.samples for chunk in step), seconds)
     scheduler.check_integrity()
     return step
 
@@ -125,7 +125,7 @@ def test_every_request_ends_and_nothing_is_leaked(
         tokens = sum(chunk.end - chunk.start for chunk in step)
         seconds = 0.001 + 0.0005 * tokens
         clock.now += seconds
-        scheduler.update(step, ids, seconds)
+        scheduler.update(step, [Sampled(each) for each in ids], seconds)
         scheduler.check_integrity()
         assert tokens <= budget
         assert len({chunk.sequence.id for chunk in step}) == len(step) <= seats
@@ -392,7 +392,7 @@ def simulate(scheduler: Scheduler, steps: int, clock: Clock) -> list[tuple[Step,
             load = load.plus(chunk.end - chunk.start, chunk.start)
         seconds = 0.005 + 0.001 * load.rows + 5e-7 * load.scores
         clock.now += seconds
-        scheduler.update(step, [1] * sum(chunk.samples for chunk in step), seconds)
+        scheduler.update(step, [Sampled(1)] * sum(chunk.samples for chunk in step), seconds)
         done.append((step, seconds))
     return done
 

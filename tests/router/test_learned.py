@@ -1,0 +1,157 @@
+"""Trained scorers: what they learn, and that their files are loaded safely."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import skops.io
+from sklearn.linear_model import Ridge
+
+from gearshift.platform.errors import ConfigError
+from gearshift.router import artefact
+from gearshift.router.answers import Attempt, Certainty
+from gearshift.router.artefact import Card, data_hash
+from gearshift.router.features import NAMES, Query, features
+from gearshift.router.learned import Examples, Kind, Learned, train
+
+EASY = [f"What colour is the {thing}?" for thing in ("sky", "sea", "sun", "moon", "grass", "snow", "rose", "coal")]
+HARD = [f"Calculate {n} * {n + 7} - {n * 3} and explain each step." for n in range(8)]
+
+
+def examples(tiers: int = 2, copies: int = 4) -> Examples:
+    """The cheapest tier knows the easy ones, the most expensive one all."""
+    queries = [Query(f"{text} {n}") for n in range(copies) for text in EASY + HARD]
+    easy = [1.0] * len(EASY) + [0.0] * len(HARD)
+    low = np.array(easy * copies)
+    return Examples(queries, np.array([low + (1 - low) * tier / (tiers - 1) for tier in range(tiers)]).T)
+
+
+def card(scorer: Learned, data: Examples, **changes: Any) -> Card:
+    names = tuple("abcdefgh"[: data.qualities.shape[1]])
+    return Card(**{"kind": "tfidf", "tiers": names, "rows": len(data.queries), "data": data_hash(data), **changes})
+
+
+@pytest.mark.parametrize("kind", ["features", "tfidf"])
+def test_a_scorer_learns_who_can_answer_what(kind: Kind) -> None:
+    scorer = train(kind, examples())
+    assert scorer.score(Query("Calculate 81 * 3 and explain each step.")) > 0.3
+    assert scorer.score(Query("What colour is the wood?")) < scorer.score(
+        Query("Calculate 81 * 3 and explain each step.")
+    )
+
+
+def test_qualities_between_0_and_1_and_several_tiers() -> None:
+    scorer = train("tfidf", examples(tiers=4))
+    gains = scorer.gains(Query("Calculate 81 * 3 and explain each step."))
+    assert gains[0] == 0.0
+    assert list(gains) == sorted(gains)
+    assert scorer.score(Query("x")) == scorer.gains(Query("x"))[-1]
+
+
+def test_embeddings_are_learned_from_and_missing_ones_are_an_error() -> None:
+    data = examples()
+    vectors = [Query(q.text, embedding=(float("Calculate" in q.text), 1.0)) for q in data.queries]
+    scorer = train("blend", Examples(vectors, data.qualities))
+    assert scorer.needs_embedding
+    assert scorer.score(vectors[-1]) > scorer.score(vectors[0])
+    with pytest.raises(ValueError, match="embedding"):
+        train("embedding", data)
+
+
+def test_a_judge_reads_the_answer() -> None:
+    sure, unsure = Certainty([-0.05] * 9, [0.1] * 9), Certainty([-1.5] * 9, [2.0] * 9)
+    queries = [Query(f"Question {n}?", attempt=Attempt(f"answer {n}", sure if n % 2 else unsure)) for n in range(60)]
+    judge = train("answer", Examples(queries, np.array([[float(n % 2), 1.0] for n in range(60)])))
+    good, bad = (judge.score(Query("New?", attempt=Attempt("answer", certainty))) for certainty in (sure, unsure))
+    assert good < 0.3 < bad
+    with pytest.raises(ValueError, match="answer"):
+        judge.score(Query("New?"))
+
+
+def test_too_few_labels_and_labels_that_say_nothing() -> None:
+    with pytest.raises(ValueError, match="at least 20"):
+        train("tfidf", Examples([Query("a")] * 5, np.ones((5, 2))))
+    always = train("features", Examples([Query(f"q {n}") for n in range(30)], np.ones((30, 2))))
+    assert always.score(Query("q")) == pytest.approx(0.0)
+
+
+def test_features_are_finite_and_have_names() -> None:
+    for text in ("", "?", "x" * 5000, "ünïcode 数 4*4", "a\n" * 50):
+        numbers = features(Query(text))
+        assert numbers.shape == (len(NAMES),)
+        assert np.isfinite(numbers).all()
+
+
+def test_a_saved_scorer_is_the_same_one(tmp_path: Path) -> None:
+    data = examples(tiers=3)
+    scorer = train("tfidf", data)
+    saved = artefact.save(tmp_path / "a.skops", scorer, card(scorer, data, metrics={"apgr": 0.7}))
+    loaded = artefact.load(tmp_path / "a.skops")
+    assert loaded.digest == saved.digest
+    assert loaded.card == saved.card
+    assert loaded.card.tiers == ("a", "b", "c")
+    assert loaded.scorer.gains(Query("Calculate 3 * 4")) == scorer.gains(Query("Calculate 3 * 4"))
+
+
+def test_other_data_has_another_hash() -> None:
+    assert data_hash(examples()) == data_hash(examples()) != data_hash(examples(tiers=3))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda content: b"", "damaged"),
+        (lambda content: content[: len(content) // 2], "damaged"),
+        (lambda content: b"#!/bin/sh\necho hi\n", "damaged or is not a scorer"),
+        (lambda content: skops.io.dumps({"something": "else"}), "not a scorer made by"),
+        (lambda content: skops.io.dumps([1, 2]), "not a scorer made by"),
+        (lambda content: skops.io.dumps({"card": "{}", "parts": []}), "not a scorer made by"),
+    ],
+)
+def test_damaged_and_foreign_files_are_clear_errors(tmp_path: Path, damage: Any, told: str) -> None:
+    data, path = examples(), tmp_path / "a.skops"
+    scorer = train("tfidf", data)
+    artefact.save(path, scorer, card(scorer, data))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match=told) as caught:
+        artefact.load(path)
+    assert str(path) in caught.value.message
+
+
+class Foreign:
+    """A type that no scorer has."""
+
+
+def test_a_file_with_foreign_types_is_refused_before_any_of_it_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "a.skops"
+    path.write_bytes(skops.io.dumps({"card": "{}", "parts": [Foreign()]}))
+    with pytest.raises(ConfigError, match=r"types that are not loaded: .*Foreign"):
+        artefact.load(path)
+    path.write_bytes(skops.io.dumps(Ridge()))
+    with pytest.raises(ConfigError, match="not a scorer"):
+        artefact.load(path)
+
+
+def test_weights_that_do_not_fit_and_other_formats_are_refused(tmp_path: Path) -> None:
+    data, path = examples(), tmp_path / "a.skops"
+    scorer = train("tfidf", data)
+    artefact.save(path, scorer, card(scorer, data, tiers=("a", "b", "c")))
+    with pytest.raises(ConfigError, match="do not fit 3 tiers"):
+        artefact.load(path)
+    artefact.save(path, scorer, card(scorer, data, format=99))
+    with pytest.raises(ConfigError, match="format 99"):
+        artefact.load(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        artefact.load(tmp_path / "missing.skops")
+
+
+def test_a_card_is_plain_json(tmp_path: Path) -> None:
+    data = examples()
+    scorer = train("features", data)
+    artefact.save(tmp_path / "a.skops", scorer, card(scorer, data, kind="features"))
+    raw = skops.io.loads((tmp_path / "a.skops").read_bytes())
+    assert json.loads(raw["card"])["rows"] == len(data.queries)
