@@ -22,6 +22,7 @@ from gearshift.platform.config_file import load
 from gearshift.platform.errors import GearshiftError
 from gearshift.platform.tenants import hash_key, new_key
 from gearshift.platform.weights import packaged, source
+from gearshift.router.router import Router
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 models_app = typer.Typer(no_args_is_help=True, help="Weights on this machine.")
@@ -195,7 +196,9 @@ def config_check(
     config: Annotated[Path, typer.Argument(help="The file to check.")], as_json: JsonOption = False
 ) -> None:
     """Check a config and print it with all defaults filled in. Every problem is shown, with its line."""
-    resolved = load(config).model_dump(mode="json")
+    loaded = load(config)
+    Router(loaded)  # its files are a part of the config
+    resolved = loaded.model_dump(mode="json")
     if as_json:
         out.print_json(data=resolved)
         return

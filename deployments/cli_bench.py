@@ -20,7 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="Measurements. Each exits with 1 wh
 Repeats = Annotated[int, typer.Option(min=1, help="How often each measurement is made.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")]
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-LIVE_TOKENS = 64
+LIVE_TOKENS, LIVE_STREAMS = 64, 16
 SECTIONS = ("throughput", "quality", "latency", "prefix", "scheduling", "versus")
 
 
@@ -165,7 +165,7 @@ def router(
             rows = (
                 answered.read(answers, answered.Answered)
                 if answers
-                else answered.collect(load(config_path(config)), asked, LIVE_TOKENS, progress)
+                else answered.collect(load(config_path(config)), asked, LIVE_TOKENS, LIVE_STREAMS, progress)
             )
             done = bench_live.run_live(rows, report)
             if plot is not None:

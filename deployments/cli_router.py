@@ -41,13 +41,14 @@ def collect(
         Path | None, typer.Option(help="Questions with checkable answers, one JSON object a line; our own if left out.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    streams: Annotated[int, typer.Option(min=1, help="Questions asked at once.")] = 16,
 ) -> None:
     """Ask every tier of a config the same questions, grade the answers, and write down what each cost."""
     from gearshift.eval import answered
 
     asked = answered.read(questions or answered.own_questions(), answered.Question)
     with bars(err) as progress:
-        rows = answered.collect(load(config_path(config)), asked, max_tokens, progress)
+        rows = answered.collect(load(config_path(config)), asked, max_tokens, streams, progress)
     answered.write(out_file, rows)
     for name, quality, cost in zip(
         answered.tier_names(rows), answered.qualities(rows).mean(0), answered.seconds(rows).mean(0), strict=True
@@ -85,6 +86,10 @@ def calibrate(
     quality: Annotated[
         float | None, typer.Option(min=0, max=1, help="Keep this share of the expensive tier's quality.")
     ] = None,
+    estimate: Annotated[
+        bool,
+        typer.Option("--estimate", help="Keep the quality by estimate alone, without a bound: missed as often as not."),
+    ] = False,
     share: Annotated[float | None, typer.Option(min=0, max=1, help="Send this share to the expensive tier.")] = None,
     cost: Annotated[
         float | None, typer.Option(min=0, help="Spend so much on 1,000 queries, in the answers' unit.")
@@ -100,7 +105,7 @@ def calibrate(
 
     if sum(value is not None for value in (quality, share, cost)) != 1:
         raise typer.BadParameter("set exactly one of --quality, --share, --cost")
-    target = Target(quality=quality, expensive_share=share, dollars_per_1000=cost)
+    target = Target(quality=quality, expensive_share=share, dollars_per_1000=cost, bound=not estimate)
     read = files.load(judge) if judge else None
     made = routing.calibrated(_rows(answers, split), files.load(artefact), read, target, source, window)
     made.write(out_file)

@@ -19,6 +19,7 @@ from gearshift.platform.config import Config
 from gearshift.platform.errors import ConfigError, GearshiftError
 from gearshift.platform.weights import source
 from gearshift.platform.weights.source import Progress, Weights
+from gearshift.router.router import Router
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +189,10 @@ def check_environment(config: Config) -> None:
     ]
     wanted += [("redis.url_env", config.redis.url_env), ("admin.token_env", config.admin.token_env)]
     wanted += [("telemetry.metrics_token_env", config.telemetry.metrics_token_env)]
+    try:
+        Router(config)
+    except ConfigError as error:
+        problems += error.problems
     problems += [
         f"{path}: {env} is not set in the environment" for path, env in wanted if env and env not in os.environ
     ]

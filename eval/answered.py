@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -20,7 +22,7 @@ from gearshift.platform.engine.protocol import Engine
 from gearshift.platform.engine.upstream import UpstreamEngine
 from gearshift.platform.errors import ConfigError
 from gearshift.platform.prompts.assemble import assemble
-from gearshift.platform.request import Delta, Message, Request, SamplingParams
+from gearshift.platform.request import Delta, Message, Request, SamplingParams, Usage
 from gearshift.platform.weights import source
 from gearshift.platform.weights.source import Progress
 from gearshift.router.answers import Attempt, Certainty
@@ -87,50 +89,66 @@ def own_questions() -> Path:
     return Path(str(files("gearshift.eval").joinpath("questions/live.jsonl")))
 
 
-def collect(config: Config, questions: Sequence[Question], max_tokens: int, progress: Progress) -> list[Answered]:
-    """Asks every tier every question, one at a time, with its release's prompt, greedily."""
-    found: list[dict[str, TierAnswer]] = [{} for _ in questions]
-    for tier in config.tiers:
-        release = config.releases[config.releases_of(tier)[0]]
-        engine = _engine(config, release.model, progress)
-        prompt = config.prompts[release.prompt]
-        with asyncio.Runner() as runner:
-            for number, question in enumerate(questions):
-                messages = assemble(prompt, (Message("user", question.question),))
-                sampling = SamplingParams(max_tokens=max_tokens, temperature=0, certainty=True)
-                answer = runner.run(_ask(engine, Request(question.id, messages, sampling), question))
-                found[number][tier] = answer
-                progress(f"asking {tier}", number + 1, len(questions))
-            runner.run(engine.close())
+def collect(
+    config: Config, questions: Sequence[Question], max_tokens: int, streams: int, progress: Progress
+) -> list[Answered]:
+    """Asks every tier every question, `streams` at a time as under load, with its release's prompt, greedily.
+
+    The CPU time of a tier is shared out by the tokens that each answer and its prompt had computed.
+    """
+    found = [asyncio.run(_answers_of(config, tier, questions, max_tokens, streams, progress)) for tier in config.tiers]
     return [
-        Answered(question.question, tiers, id=question.id, split=question.split)
-        for question, tiers in zip(questions, found, strict=True)
+        Answered(question.question, dict(zip(config.tiers, answers, strict=True)), id=question.id, split=question.split)
+        for question, answers in zip(questions, zip(*found, strict=True), strict=True)
     ]
 
 
-def _engine(config: Config, name: str, progress: Progress) -> Engine:
-    import os
+async def _answers_of(
+    config: Config, tier: str, questions: Sequence[Question], max_tokens: int, streams: int, progress: Progress
+) -> list[TierAnswer]:
+    release = config.releases[config.releases_of(tier)[0]]
+    engine, seats, done = _engine(config, release.model, progress), asyncio.Semaphore(streams), itertools.count(1)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, certainty=True)
 
+    async def ask(question: Question) -> list[Delta]:
+        messages = assemble(config.prompts[release.prompt], (Message("user", question.question),))
+        async with seats, aclosing(engine.generate(Request(question.id, messages, sampling))) as deltas:
+            pieces = [delta async for delta in deltas]
+        progress(f"asking {tier}", next(done), len(questions))
+        return pieces
+
+    begun = time.process_time()
+    answers = await asyncio.gather(*(ask(question) for question in questions))
+    spent = time.process_time() - begun
+    await engine.close()
+    tokens = [_computed(pieces[-1].usage) for pieces in answers]
+    each = spent / max(1, sum(tokens))
+    graded = zip(questions, answers, tokens, strict=True)
+    return [_graded(question, pieces, each * count) for question, pieces, count in graded]
+
+
+def _computed(usage: Usage | None) -> int:
+    return usage.total_tokens - usage.cached_tokens if usage else 0
+
+
+def _graded(question: Question, pieces: Sequence[Delta], seconds: float) -> TierAnswer:
+    text = "".join(piece.text for piece in pieces)
+    return TierAnswer(
+        quality=float(GRADERS[question.kind](text, question.answers)),
+        seconds=seconds,
+        text=text,
+        logprobs=tuple(value for piece in pieces for value in piece.logprobs),
+        entropies=tuple(value for piece in pieces for value in piece.entropies),
+    )
+
+
+def _engine(config: Config, name: str, progress: Progress) -> Engine:
     model = config.models[name]
     if model.upstream is not None:
         return UpstreamEngine(model.upstream, os.environ)
     if model.source is None:
         raise ConfigError(f"models.{name}: has no weights, so its answers teach nothing")
     return load_engine(source.ensure(source.parse(model.source), progress).path, model)
-
-
-async def _ask(engine: Engine, request: Request, question: Question) -> TierAnswer:
-    begun = time.process_time()
-    async with aclosing(engine.generate(request)) as deltas:
-        pieces: list[Delta] = [delta async for delta in deltas]
-    text = "".join(piece.text for piece in pieces)
-    return TierAnswer(
-        quality=float(GRADERS[question.kind](text, question.answers)),
-        seconds=time.process_time() - begun,
-        text=text,
-        logprobs=tuple(value for piece in pieces for value in piece.logprobs),
-        entropies=tuple(value for piece in pieces for value in piece.entropies),
-    )
 
 
 def queries(rows: Sequence[Answered], window: int | None = None) -> list[Query]:

@@ -107,8 +107,8 @@ def calibrated(
     return Calibration(
         scorer=scorer.digest,
         target=target,
-        threshold=_short(threshold),
-        cascade=CascadeThreshold(threshold=_short(max(-1.0, confidence)), judge=judge.digest)
+        threshold=threshold,
+        cascade=CascadeThreshold(threshold=max(-1.0, confidence), judge=judge.digest)
         if judge is not None and confidence is not None
         else None,
         expensive_share=_short(told.expensive_share),
@@ -122,12 +122,13 @@ def calibrated(
 
 
 def _thresholds(rows: Rows, target: Target, cascade: bool) -> tuple[float, float | None]:
+    level = calibrate.LEVEL if target.bound else None
     if target.quality is not None and cascade:
-        return calibrate.for_quality_with_cascade(rows, target.quality)
+        return calibrate.for_quality_with_cascade(rows, target.quality, level)
     if cascade:
         raise ValueError("a judge needs a quality to keep; leave it out, or set a quality")
     if target.quality is not None:
-        return calibrate.for_quality(rows.scores, rows.weak, rows.strong, target.quality), None
+        return calibrate.for_quality(rows.scores, rows.weak, rows.strong, target.quality, level), None
     if target.expensive_share is not None:
         return calibrate.for_share(rows.scores, target.expensive_share), None
     assert target.dollars_per_1000 is not None

@@ -49,26 +49,30 @@ def for_cost(scores: Numbers, cheap_cost: Numbers, expensive_cost: Numbers, per_
     return for_share(scores, fits[-1] / len(scores))
 
 
-def for_quality(scores: Numbers, weak: Numbers, strong: Numbers, floor: float, level: float = LEVEL) -> float:
+def for_quality(scores: Numbers, weak: Numbers, strong: Numbers, floor: float, level: float | None = LEVEL) -> float:
     """The highest threshold that keeps, with probability `level`, the quality at `floor` of the expensive tier's or above.
 
     Fixed-sequence testing (Angelopoulos et al. 2021, "Learn then Test", arXiv 2110.01052, section 3.2): thresholds are tried
     from everything expensive downwards in quality, each with the same level, until the first that does not pass, so that
-    trying many costs nothing. Returns the threshold of everything expensive when none passes.
+    trying many costs nothing. Returns the threshold of everything expensive when none passes. `level` None: by estimate, which
+    is missed as often as not.
     """
     candidates = np.quantile(scores, np.linspace(0, 1, STEPS + 1))
     passed = float(candidates[0])
     for threshold in [*candidates, np.nextafter(candidates[-1], np.inf)]:
         margin = np.where(scores >= threshold, strong, weak) - floor * strong
-        if lower_bound(margin, -floor, level) < 0:
+        if lower_bound(margin, -floor, level) >= 0:
+            passed = float(threshold)
+        elif level is not None:
             break
-        passed = float(threshold)
     return passed
 
 
-def lower_bound(values: Numbers, worst: float, level: float = LEVEL) -> float:
-    """One-sided bound of the mean, by Student's t. One value as bad as can be is added: where few rows show no error, their
-    variance says nothing about the errors that are still to come."""
+def lower_bound(values: Numbers, worst: float, level: float | None = LEVEL) -> float:
+    """One-sided bound of the mean, by Student's t; the mean itself without a level. One value as bad as can be is added: where
+    few rows show no error, their variance says nothing about the errors that are still to come."""
+    if level is None:
+        return float(values.mean())
     from scipy import stats
 
     padded = np.append(values, worst)
@@ -110,18 +114,18 @@ def outcome(rows: Rows, threshold: float, confidence: float | None) -> Outcome:
     return Outcome(direct, escalated, np.where(expensive, rows.strong, rows.weak), costs)
 
 
-DIRECT = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
+DIRECT = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
 """Shares of the queries that go to the expensive tier without asking the cheap one, as far as they are tried."""
 
 
-def for_quality_with_cascade(rows: Rows, floor: float, level: float = LEVEL) -> tuple[float, float]:
+def for_quality_with_cascade(rows: Rows, floor: float, level: float | None = LEVEL) -> tuple[float, float]:
     """Threshold and confidence that cost least among those that keep the quality at `floor` of the expensive tier's with
     probability `level`.
 
     For each direct share the confidences are tried from giving up everything downwards, as in `for_quality`; the shares
     divide the error between them (Bonferroni).
     """
-    each = 1 - (1 - level) / len(DIRECT)
+    each = None if level is None else 1 - (1 - level) / len(DIRECT)
     best: tuple[float, float, float] | None = None
     for share in DIRECT:
         threshold = for_share(rows.scores, share)
@@ -133,14 +137,15 @@ def for_quality_with_cascade(rows: Rows, floor: float, level: float = LEVEL) -> 
     return best[1], best[2]
 
 
-def _lowest_confidence(rows: Rows, threshold: float, floor: float, level: float) -> float:
+def _lowest_confidence(rows: Rows, threshold: float, floor: float, level: float | None) -> float:
     candidates = np.unique(np.quantile(rows.confidences, np.linspace(0, 1, STEPS + 1)))[::-1]
     passed = float(np.nextafter(candidates[0], np.inf))  # gives everything up
     for confidence in [*candidates, -np.inf]:
         margin = outcome(rows, threshold, float(confidence)).qualities - floor * rows.strong
-        if lower_bound(margin, -floor, level) < 0:
+        if lower_bound(margin, -floor, level) >= 0:
+            passed = float(confidence)
+        elif level is not None:
             break
-        passed = float(confidence)
     return passed
 
 

@@ -35,6 +35,8 @@ class Target(_Strict):
     dollars_per_1000: float | None = None
     quality: float | None = None
     """Of the expensive tier's, with probability 0.95."""
+    bound: bool = True
+    """False: the quality by estimate alone."""
 
 
 class Data(_Strict):
