@@ -69,7 +69,7 @@ def _routed(seen: Sequence[Answered], left: Sequence[Answered], bound: bool) -> 
 
 
 def _trained(rows: Sequence[Answered], kind: str, folder: Path) -> Artefact:
-    return train_scorer(rows, kind, folder / f"{kind}.skops", "")  # type: ignore[arg-type]
+    return train_scorer(rows, kind, folder / f"{kind}.safetensors", "")  # type: ignore[arg-type]
 
 
 def _told(name: str, rows: Rows, done: Sequence[Outcome], report: Report) -> tuple[float, float]:

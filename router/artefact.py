@@ -1,6 +1,7 @@
 """A trained scorer as a file: what it computes with, and a card that says what it is. Loading it executes nothing.
 
-skops writes the parts without pickle; a file that holds any type beyond numbers, text and scikit-learn's vectorizer is refused.
+A safetensors file: arrays of numbers, and JSON in its metadata. (skops would keep the library's objects, but loading it takes
+torch and 250 MiB into every gateway.)
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
+import safetensors.numpy
 
 from gearshift import __version__
 from gearshift.platform.errors import ConfigError
-from gearshift.router.learned import Examples, Learned, Linear
+from gearshift.router.learned import Examples, Learned, Linear, feature_names
+from gearshift.router.metrics import Numbers
+from gearshift.router.words import Words
 
 FORMAT = 1
+ARRAYS = ("center", "scale", "weights", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +62,15 @@ def data_hash(examples: Examples) -> str:
 
 
 def save(path: Path, scorer: Learned, card: Card) -> Artefact:
-    import skops.io
-
-    parts = [
-        {name: getattr(part, name) for name in Linear.__dataclass_fields__ if name not in ("words", "kind")}
-        | {"words": part.words, "kind": part.kind}
-        for part in scorer.parts
-    ]
-    content = skops.io.dumps({"card": json.dumps(asdict(card)), "parts": parts}, compression=8)
+    tensors: dict[str, Numbers] = {}
+    parts = []
+    for number, part in enumerate(scorer.parts):
+        arrays = {name: getattr(part, name) for name in ARRAYS} | ({"idf": part.words.idf} if part.words else {})
+        tensors |= {f"{number}.{name}": np.ascontiguousarray(array, np.float64) for name, array in arrays.items()}
+        terms = part.words.terms() if part.words else None
+        parts.append({"kind": part.kind, "embedded": part.embedded, "terms": terms})
+    metadata = {"card": json.dumps(asdict(card)), "parts": json.dumps(parts)}
+    content = safetensors.numpy.save(tensors, metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return Artefact(card, scorer, _digest(content))
@@ -73,49 +80,44 @@ def load(path: Path) -> Artefact:
     """Raises `ConfigError` for a file that is missing, damaged, foreign, or made for another version of the format."""
     try:
         content = path.read_bytes()
+        tensors = safetensors.numpy.load(content)
+        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
     except OSError as error:
         raise ConfigError(f"router.artefact: {path}: {error.strerror}") from error
-    loaded = _read(path, content)
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise ConfigError(f"router.artefact: {path} is damaged or is not a scorer: {error}") from error
     try:
-        card = Card(**json.loads(loaded["card"]))
+        card = Card(**json.loads(metadata["card"]))
         if card.format != FORMAT:
             raise ConfigError(
                 f"router.artefact: {path} has format {card.format}, this program reads {FORMAT}; train it anew"
             )
-        scorer = Learned(tuple(_part(each, len(card.tiers)) for each in loaded["parts"]))
+        described = json.loads(metadata["parts"])
+        parts = tuple(_part(each, tensors, number, len(card.tiers)) for number, each in enumerate(described))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"router.artefact: {path} is not a scorer made by `gearshift router train`: {error}"
         ) from error
-    return Artefact(Card(**asdict(card) | {"tiers": tuple(card.tiers)}), scorer, _digest(content))
+    return Artefact(Card(**asdict(card) | {"tiers": tuple(card.tiers)}), Learned(parts), _digest(content))
 
 
-def _read(path: Path, content: bytes) -> Any:
-    import skops.io
-
-    try:
-        foreign = skops.io.get_untrusted_types(data=content)
-    except Exception as error:  # a damaged file fails in any layer of zip and JSON
-        raise ConfigError(f"router.artefact: {path} is damaged or is not a scorer: {error}") from error
-    if foreign:
-        raise ConfigError(f"router.artefact: {path} holds types that are not loaded: {', '.join(foreign)}")
-    try:
-        return skops.io.loads(content)
-    except Exception as error:
-        raise ConfigError(f"router.artefact: {path} is damaged: {error}") from error
-
-
-def _part(fields: dict[str, Any], tiers: int) -> Linear:
-    from sklearn.feature_extraction.text import TfidfVectorizer
-
-    part = Linear(**fields)
-    if part.words is not None and not isinstance(part.words, TfidfVectorizer):
-        raise TypeError(f"words is a {type(part.words).__name__}")
-    width = part.center.size + part.embedded + (len(part.words.vocabulary_) if part.words is not None else 0)
-    if part.weights.shape != (tiers, width) or part.bias.shape != (tiers,):
+def _part(described: dict[str, Any], tensors: dict[str, Numbers], number: int, tiers: int) -> Linear:
+    arrays = {name: tensors[f"{number}.{name}"] for name in ARRAYS}
+    words = None
+    if described["terms"] is not None:
+        words = Words({term: place for place, term in enumerate(described["terms"])}, tensors[f"{number}.idf"])
+        if words.idf.shape != (len(words.places),):
+            raise ValueError(f"{words.idf.size} frequencies do not fit {len(words.places)} words")
+    part = Linear(described["kind"], words, embedded=int(described["embedded"]), **arrays)
+    width = part.center.size + part.embedded + (words.idf.size if words else 0)
+    if part.weights.shape != (tiers, width) or part.bias.shape != (tiers,) or part.scale.shape != part.center.shape:
         raise ValueError(f"weights of {part.weights.shape} do not fit {tiers} tiers and {width} inputs")
-    if not (np.isfinite(part.weights).all() and np.isfinite(part.bias).all()):
-        raise ValueError("weights that are not finite")
+    if part.center.size not in (0, len(feature_names(part.kind))):
+        raise ValueError(
+            f"{part.center.size} features, this program counts {len(feature_names(part.kind))}; train it anew"
+        )
+    if not all(np.isfinite(array).all() for array in arrays.values()):
+        raise ValueError("numbers that are not finite")
     return part
 
 

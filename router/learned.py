@@ -17,6 +17,7 @@ from gearshift.router import answers as answers_module
 from gearshift.router import features as features_module
 from gearshift.router.answers import Attempt, answer_features
 from gearshift.router.features import Query, features
+from gearshift.router.words import Words
 
 Numbers = NDArray[np.float64]
 Kind = Literal["features", "tfidf", "embedding", "blend", "answer"]
@@ -37,13 +38,13 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One logistic model a tier. weights: [tiers, words + features + embedding]; `words` is a vectorizer or None.
+    """One logistic model a tier. weights: [tiers, words + features + embedding]; `words` may be None.
 
     One of kind `answer` reads the cheap tier's answer: its words instead of the query's, and what it tells about itself.
     """
 
     kind: str
-    words: Any
+    words: Words | None
     center: Numbers
     scale: Numbers
     embedded: int
@@ -55,9 +56,10 @@ class Linear:
         wanted: Numbers = np.zeros((len(queries), len(self.bias))) + self.bias
         at = 0
         if self.words is not None:
-            vectors = self.words.transform(texts(self.kind, queries))
-            at = vectors.shape[1]
-            wanted += vectors @ self.weights[:, :at].T
+            at = self.words.idf.size
+            for row, text in zip(wanted, texts(self.kind, queries), strict=True):
+                places, values = self.words.row(text)
+                row += self.weights[:, places] @ values
         if self.center.size:
             dense = (numbers(self.kind, queries) - self.center) * self.scale
             wanted += dense @ self.weights[:, at : at + dense.shape[1]].T
@@ -72,9 +74,9 @@ class Linear:
         found: list[tuple[str, float]] = []
         at = 0
         if self.words is not None:
-            row = self.words.transform(texts(self.kind, [query]))
-            names, at = self.words.get_feature_names_out(), row.shape[1]
-            found += [(f"“{names[i]}”", float(x * weights[i])) for i, x in zip(row.indices, row.data, strict=True)]
+            places, values = self.words.row(texts(self.kind, [query])[0])
+            names, at = self.words.terms(), self.words.idf.size
+            found += [(f"“{names[i]}”", float(x * weights[i])) for i, x in zip(places, values, strict=True)]
         if self.center.size:
             dense = (numbers(self.kind, [query])[0] - self.center) * self.scale
             found += zip(feature_names(self.kind), (dense * weights[at : at + dense.size]).tolist(), strict=True)
@@ -168,9 +170,8 @@ def _fit(kind: str, examples: Examples) -> Linear:
         blocks.append(sparse.csr_matrix(vectors))
     inputs = sparse.hstack(blocks).tocsr()
     fitted = [_logistic(inputs, quality, STRENGTH[kind]) for quality in examples.qualities.T]
-    return Linear(
-        kind, words, center, scale, embedded, np.array([w for w, _ in fitted]), np.array([b for _, b in fitted])
-    )
+    weights, bias = np.array([weights for weights, _ in fitted]), np.array([bias for _, bias in fitted])
+    return Linear(kind, None if words is None else Words.of(words), center, scale, embedded, weights, bias)
 
 
 def _logistic(inputs: Any, quality: Numbers, strength: float) -> tuple[Numbers, float]:

@@ -198,7 +198,7 @@ def scorer(folder: Path, kind: Kind = "tfidf", tiers: tuple[str, ...] = ("cheap"
     qualities = np.array([[float(n % 2), *[1.0] * (len(tiers) - 1)] for n in range(60)])
     data = Examples(queries, qualities)
     card = Card(kind, tiers, len(queries), data_hash(data))
-    return artefact.save(folder / f"{kind}.skops", train(kind, data), card)
+    return artefact.save(folder / f"{kind}.safetensors", train(kind, data), card)
 
 
 def calibrate(folder: Path, scorer_id: str, judge: str = "") -> None:
@@ -218,7 +218,7 @@ def configured(base_config: str, folder: Path, router: str) -> Config:
 def test_files_of_the_router_lie_beside_the_config(base_config: str, tmp_path: Path) -> None:
     made, judge = scorer(tmp_path), scorer(tmp_path, "answer")
     calibrate(tmp_path, made.digest, judge.digest)
-    text = "{artefact: tfidf.skops, calibration: calibration.yaml, cascade: {judge: answer.skops}}"
+    text = "{artefact: tfidf.safetensors, calibration: calibration.yaml, cascade: {judge: answer.safetensors}}"
     router = Router(configured(base_config, tmp_path, text))
     assert (router.threshold, router.cascade_threshold, router.scorer_id) == (0.3, 0.4, made.digest)
     easy, hard = (router.route(Query(text), Asked()) for text in ("say 77", "calculate 88"))
@@ -232,10 +232,10 @@ def test_files_of_the_router_lie_beside_the_config(base_config: str, tmp_path: P
 @pytest.mark.parametrize(
     ("router", "told"),
     [
-        ("{artefact: missing.skops}", "No such file"),
-        ("{artefact: three.skops}", "trained for the tiers a, b, c"),
-        ("{artefact: tfidf.skops, calibration: other.yaml}", "was made for the scorer length"),
-        ("{artefact: tfidf.skops, calibration: calibration.yaml, cascade: {}}", "no threshold for this judge"),
+        ("{artefact: missing.safetensors}", "No such file"),
+        ("{artefact: three.safetensors}", "trained for the tiers a, b, c"),
+        ("{artefact: tfidf.safetensors, calibration: other.yaml}", "was made for the scorer length"),
+        ("{artefact: tfidf.safetensors, calibration: calibration.yaml, cascade: {}}", "no threshold for this judge"),
         ("{calibration: broken.yaml}", "not YAML"),
         ("{calibration: empty.yaml}", "make it anew"),
     ],
@@ -244,7 +244,7 @@ def test_files_that_do_not_belong_together_are_config_errors(
     base_config: str, tmp_path: Path, router: str, told: str
 ) -> None:
     scorer(tmp_path, tiers=("a", "b", "c"))
-    (tmp_path / "tfidf.skops").rename(tmp_path / "three.skops")
+    (tmp_path / "tfidf.safetensors").rename(tmp_path / "three.safetensors")
     calibrate(tmp_path, "length")
     (tmp_path / "calibration.yaml").rename(tmp_path / "other.yaml")
     calibrate(tmp_path, scorer(tmp_path).digest)

@@ -19,6 +19,7 @@ from gearshift.platform.errors import ConfigError
 from gearshift.router import artefact
 from gearshift.router.calibration import Calibration, Target
 from gearshift.router.features import Query
+from gearshift.router.learned import Kind
 from gearshift.router.router import Router
 
 
@@ -37,8 +38,10 @@ def world(rows: int = 600, seed: int = 0) -> list[Answered]:
     return found
 
 
-def trained(folder: Path, kind: str = "tfidf") -> artefact.Artefact:
-    return routing.train_scorer(routing.split(world(), "train"), kind, folder / f"{kind}.skops", "a made-up world")  # type: ignore[arg-type]
+def trained(folder: Path, kind: Kind = "tfidf") -> artefact.Artefact:
+    return routing.train_scorer(
+        routing.split(world(), "train"), kind, folder / f"{kind}.safetensors", "a made-up world"
+    )
 
 
 def test_a_scorer_and_a_judge_save_what_they_promise_on_rows_they_have_not_seen(tmp_path: Path) -> None:
@@ -60,7 +63,7 @@ def test_rows_of_the_training_are_scored_by_those_who_have_not_seen_them(tmp_pat
         Answered(f"word{n} other{n * 7}", {"a": TierAnswer(float(n * 7919 % 2)), "b": TierAnswer(1.0)})
         for n in range(200)
     ]
-    made = routing.train_scorer(noise, "tfidf", tmp_path / "a.skops", "")
+    made = routing.train_scorer(noise, "tfidf", tmp_path / "a.safetensors", "")
     assert abs(np.corrcoef(routing.gains_on(noise, made), answered.qualities(noise)[:, 0])[0, 1]) < 0.3
 
 
@@ -131,7 +134,7 @@ def test_our_questions_can_be_checked_and_some_are_held_out() -> None:
 def test_the_example_is_routed_by_its_own_scorer_and_calibration() -> None:
     presets = Path(str(files("gearshift.deployments").joinpath("presets")))
     router = Router(config_file.load(presets / "local.yaml"))
-    made = artefact.load(presets / "router/local.skops")
+    made = artefact.load(presets / "router/local.safetensors")
     assert router.scorer_id == made.digest
     assert made.card.source
     sums = [router.gains(Query(f"What is {n} + {n * 3}?"))[1] for n in range(20, 40)]
@@ -188,7 +191,7 @@ def gearshift(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_from_answers_to_a_report_on_the_command_line(tmp_path: Path) -> None:
-    answers, scorer, promise = tmp_path / "answers.jsonl", tmp_path / "s.skops", tmp_path / "c.yaml"
+    answers, scorer, promise = tmp_path / "answers.jsonl", tmp_path / "s.safetensors", tmp_path / "c.yaml"
     answered.write(answers, world())
     assert "APGR" in gearshift("router", "train", answers, "--out", scorer).stdout
     made = gearshift("router", "calibrate", answers, "--artefact", scorer, "--out", promise, "--quality", "0.9")
@@ -199,7 +202,7 @@ def test_from_answers_to_a_report_on_the_command_line(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "| compute saved, cheap attempts counted |" in told.stdout
     assert (tmp_path / "r.png").stat().st_size > 1000
-    (tmp_path / "config.yaml").write_text(CONFIG + "router: {artefact: s.skops, calibration: c.yaml}\n")
+    (tmp_path / "config.yaml").write_text(CONFIG + "router: {artefact: s.safetensors, calibration: c.yaml}\n")
     explained = json.loads(
         gearshift("router", "explain", "What is 4 + 4?", "--config", tmp_path / "config.yaml", "--json").stdout
     )

@@ -38,11 +38,11 @@ def test_the_example_is_valid_and_resolves_defaults() -> None:
         ("max_num_seqs: 32", 'max_num_seqs: "32"', "models.smollm2-135m.max_num_seqs", "valid integer"),
         ("prompt: assistant", "prompt: asistant", "releases.smollm2-v1.prompt", "did you mean 'assistant'?"),
         ("model: qwen-coder-0.5b", "model: gpt", "releases.qwen-v1.model", "'gpt' is not defined; there are: "),
-        ("artefact: router/local.skops", "scorer: feature", "router.scorer", "did you mean 'features'?"),
+        ("artefact: router/local.safetensors", "scorer: feature", "router.scorer", "did you mean 'features'?"),
         ("release: qwen-v1", "release: qwen-v2", "tiers.expensive.release", "did you mean 'qwen-v1'?"),
         ("pypi:smollm2-135m-instruct", "pypi:smollm", "models.smollm2-135m.source", "no such model in the catalog"),
         ("kv_cache_memory: 512MiB", "kv_cache_memory: lots", "models.smollm2-135m.kv_cache_memory", "byte"),
-        ("artefact: router/local.skops", "threshold: 1.5", "router.threshold", "less than or equal to 1"),
+        ("artefact: router/local.safetensors", "threshold: 1.5", "router.threshold", "less than or equal to 1"),
         ("ttl_s: 3600", "ttl_s: -1", "cache.ttl_s", "greater than 0"),
         ("action: block, terms", "action: block, term", "policies.standard.rules.3.term", "did you mean 'terms'?"),
         ('models: ["*"]', "models: [cheep]", "tenants.dev.models.0", "did you mean 'cheap'?"),
@@ -57,7 +57,7 @@ def test_a_problem_is_told_with_its_line_its_path_and_a_hint(old: str, new: str,
 
 def test_all_problems_are_told_at_once() -> None:
     text = TEXT.replace("threads: 1", "treads: 1").replace("ttl_s: 3600", "ttl_s: soon")
-    text = text.replace("artefact: router/local.skops", "scorer: featurs").replace(
+    text = text.replace("artefact: router/local.safetensors", "scorer: featurs").replace(
         "release: qwen-v1", "release: qwen-v2"
     )
     found = problems(text)
