@@ -150,7 +150,7 @@ def router(
     ] = None,
 ) -> None:
     """Measure the router on public data under fixed protocols, and on a deployment's own tiers."""
-    from gearshift.eval import answered, bench_live, bench_router, routing, routing_report
+    from gearshift.eval import answered, bench_live, bench_router, jsonl, routing, routing_report
 
     if data is None and not live:
         raise typer.BadParameter("--data: which folder? Or --live, for the deployment's own tiers.")
@@ -161,9 +161,9 @@ def router(
             if plot is not None and not live:
                 routing_report.draw_gaps(curves, plot)
         if live:
-            asked = answered.read(answered.own_questions(), answered.Question)
+            asked = jsonl.read(answered.own_questions(), answered.Question)
             rows = (
-                answered.read(answers, answered.Answered)
+                jsonl.read(answers, answered.Answered)
                 if answers
                 else answered.collect(load(config_path(config)), asked, LIVE_TOKENS, LIVE_STREAMS, progress)
             )

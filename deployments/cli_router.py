@@ -30,7 +30,7 @@ Split = Annotated[str, typer.Option(help="Rows of this split, or all.")]
 Source = Annotated[str, typer.Option(help="Where the answers come from and under which licence; kept in the file.")]
 Config = Annotated[Path | None, typer.Option(help="Deployment config; the example if left out.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
-KINDS = ("features", "tfidf", "answer")
+KINDS = ("features", "tfidf", "blend", "answer")
 
 
 @app.command()
@@ -44,12 +44,12 @@ def collect(
     streams: Annotated[int, typer.Option(min=1, help="Questions asked at once.")] = 16,
 ) -> None:
     """Ask every tier of a config the same questions, grade the answers, and write down what each cost."""
-    from gearshift.eval import answered
+    from gearshift.eval import answered, jsonl
 
-    asked = answered.read(questions or answered.own_questions(), answered.Question)
+    asked = jsonl.read(questions or answered.own_questions(), answered.Question)
     with bars(err) as progress:
         rows = answered.collect(load(config_path(config)), asked, max_tokens, streams, progress)
-    answered.write(out_file, rows)
+    jsonl.write(out_file, rows)
     for name, quality, cost in zip(
         answered.tier_names(rows), answered.qualities(rows).mean(0), answered.seconds(rows).mean(0), strict=True
     ):
@@ -191,9 +191,9 @@ def replay(
 
 
 def _rows(path: Path, split: str) -> list[Answered]:
-    from gearshift.eval import answered, routing
+    from gearshift.eval import answered, jsonl, routing
 
-    rows = answered.read(path, answered.Answered)
+    rows = jsonl.read(path, answered.Answered)
     chosen = rows if split == "all" else routing.split(rows, split)
     if not chosen:
         raise ConfigError(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,8 +28,6 @@ from gearshift.router.answers import Attempt, Certainty
 from gearshift.router.features import Query
 from gearshift.router.learned import Examples
 from gearshift.router.metrics import Numbers
-
-T = TypeVar("T")
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,28 +57,6 @@ class Answered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turns: int = 1
     id: str = ""
     split: str = "train"
-
-
-def read(path: Path, kind: type[T]) -> list[T]:
-    """Raises `ConfigError` with the line that is wrong."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(msgspec.json.decode(line, type=kind))
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}:{number}: {error}") from error
-    if not rows:
-        raise ConfigError(f"{path}: is empty")
-    return rows
-
-
-def write(path: Path, rows: Sequence[Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def own_questions() -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from gearshift.eval import jsonl
 from gearshift.platform.config import Config
 from gearshift.platform.errors import ConfigError
 from gearshift.router.features import Query
@@ -65,7 +66,7 @@ def replay(log: Path, config: Config) -> Replay:
     moved = skipped = 0
     dollars = [0.0, 0.0]
     gained = 0.0
-    for number, record in enumerate(_records(log), 1):
+    for number, record in enumerate(jsonl.read(log, Logged), 1):
         if record.score is None or record.usage is None or record.tier not in config.tiers:
             skipped += 1
             continue
@@ -92,17 +93,3 @@ def _gains(router: Router, record: Logged, where: str) -> dict[str, float]:
     raise ConfigError(
         f"{where}: has neither the query nor a score of the new scorer; log with telemetry.record_queries: true"
     )
-
-
-def _records(log: Path) -> list[Logged]:
-    try:
-        lines = log.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{log}: {error.strerror}") from error
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(msgspec.json.decode(line, type=Logged))
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{log}:{number}: not a record of a request: {error}") from error
-    return records

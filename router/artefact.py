@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import safetensors
 import safetensors.numpy
+from numpy.typing import NDArray
 
 from gearshift import __version__
 from gearshift.platform.errors import ConfigError
 from gearshift.router.learned import Examples, Learned, Linear, feature_names
-from gearshift.router.metrics import Numbers
+from gearshift.router.trees import Trees
 from gearshift.router.words import Words
 
 FORMAT = 1
@@ -62,13 +63,12 @@ def data_hash(examples: Examples) -> str:
 
 
 def save(path: Path, scorer: Learned, card: Card) -> Artefact:
-    tensors: dict[str, Numbers] = {}
-    parts = []
+    tensors: dict[str, NDArray[Any]] = {}
+    parts: list[dict[str, Any]] = []
     for number, part in enumerate(scorer.parts):
-        arrays = {name: getattr(part, name) for name in ARRAYS} | ({"idf": part.words.idf} if part.words else {})
-        tensors |= {f"{number}.{name}": np.ascontiguousarray(array, np.float64) for name, array in arrays.items()}
-        terms = part.words.terms() if part.words else None
-        parts.append({"kind": part.kind, "embedded": part.embedded, "terms": terms})
+        arrays, described = _taken_apart(part)
+        tensors |= {f"{number}.{name}": np.ascontiguousarray(array) for name, array in arrays.items()}
+        parts.append(described)
     metadata = {"card": json.dumps(asdict(card)), "parts": json.dumps(parts)}
     content = safetensors.numpy.save(tensors, metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,18 @@ def load(path: Path) -> Artefact:
     return Artefact(Card(**asdict(card) | {"tiers": tuple(card.tiers)}), Learned(parts), _digest(content))
 
 
-def _part(described: dict[str, Any], tensors: dict[str, Numbers], number: int, tiers: int) -> Linear:
+def _taken_apart(part: Linear | Trees) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    if isinstance(part, Trees):
+        return {name: getattr(part, name) for name in Trees.__dataclass_fields__}, {"kind": part.kind}
+    arrays = {name: getattr(part, name) for name in ARRAYS} | ({"idf": part.words.idf} if part.words else {})
+    return arrays, {"kind": part.kind, "embedded": part.embedded, "terms": part.words.terms() if part.words else None}
+
+
+def _part(described: dict[str, Any], tensors: dict[str, NDArray[Any]], number: int, tiers: int) -> Linear | Trees:
+    if described["kind"] == Trees.kind:
+        trees = Trees(**{name: tensors[f"{number}.{name}"] for name in Trees.__dataclass_fields__})
+        trees.check(tiers)
+        return trees
     arrays = {name: tensors[f"{number}.{name}"] for name in ARRAYS}
     words = None
     if described["terms"] is not None:

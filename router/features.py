@@ -24,6 +24,12 @@ _QUANTITY = re.compile(r"\b(?:per|each|every|half|twice|third|percent|times|more
 _CODE = re.compile(
     r"```|\bdef \w+\(|\bclass \w+|[{};]\s*$|\b(?:python|javascript|java|rust|sql|regex|bash)\b", re.I | re.M
 )
+_CHOICE = re.compile(r"\n\(?[A-J][.):] ")
+_ALL_OR_NONE = re.compile(r"\b(?:all of the above|none of the above|both)\b", re.I)
+_TRUTH = re.compile(r"\b(?:true|false|wrong)\b", re.I)
+_PERSON = re.compile(r"\b(?:I|he|she|my|me)\b")
+_NAME = re.compile(r"\b[A-Z][a-z]+")
+_MATHS = re.compile(r"[=^∫√π\\]")
 _CONSTRAINT = re.compile(
     r"\b(?:must|exactly|at least|at most|without|only|no more than|format|json|table|list)\b", re.I
 )
@@ -50,6 +56,14 @@ class _Seen:
     words: list[str]
     numbers: list[str]
     operators: int
+    asked: str
+    """The text before its choices."""
+    choices: list[str]
+    """Of a question with lettered choices; one empty text for any other."""
+
+    @property
+    def choice_words(self) -> list[int]:
+        return [len(choice.split()) for choice in self.choices]
 
 
 _FEATURES: Mapping[str, Callable[[_Seen], float]] = {
@@ -77,14 +91,38 @@ _FEATURES: Mapping[str, Callable[[_Seen], float]] = {
     "reasons": lambda q: float(bool(_REASONS.search(q.text))),
     "code": lambda q: math.log1p(len(_CODE.findall(q.text))),
     "constraints": lambda q: math.log1p(len(_CONSTRAINT.findall(q.text))),
+    "words asked": lambda q: math.log1p(len(q.asked.split())),
+    "share asked": lambda q: len(q.asked) / (len(q.text) + 1),
+    "words a choice": lambda q: sum(q.choice_words) / len(q.choices),
+    "longest choice": lambda q: float(max(q.choice_words)),
+    "shortest choice": lambda q: float(min(q.choice_words)),
+    "choices with digits": lambda q: sum(any(map(str.isdigit, choice)) for choice in q.choices) / len(q.choices),
+    "choices like the question": lambda q: _shared(q.choices, q.asked),
+    "choices of all or none": lambda q: float(bool(_ALL_OR_NONE.search(" ".join(q.choices)))),
+    "choices of truth": lambda q: float(bool(_TRUTH.search(" ".join(q.choices)))),
+    "statements": lambda q: float("Statement 1" in q.asked),
+    "to complete": lambda q: float("___" in q.asked or q.asked.rstrip().endswith((":", "_"))),
+    "ends in a question": lambda q: float(q.asked.rstrip().endswith("?")),
+    "persons": lambda q: float(bool(_PERSON.search(q.asked))),
+    "names": lambda q: len(_NAME.findall(q.asked)) / (1 + len(q.words)),
+    "symbols of mathematics": lambda q: float(bool(_MATHS.search(q.text))),
     "turns": lambda q: math.log1p(q.query.turns),
     "tools": lambda q: float(q.query.tools),
 }
 NAMES = tuple(_FEATURES)
 
 
+def _shared(choices: list[str], asked: str) -> float:
+    """Words of the choices that the question has too, a word of the question."""
+    words = asked.lower().split()
+    return len(set(" ".join(choices).lower().split()) & set(words)) / (1 + len(words))
+
+
 def features(query: Query) -> NDArray[np.float64]:
     """[len(NAMES)]"""
     text = query.text
-    seen = _Seen(query, text, _WORD.findall(text), _NUMBER.findall(text), len(_OPERATOR.findall(text)))
+    asked, *choices = _CHOICE.split(text)
+    seen = _Seen(
+        query, text, _WORD.findall(text), _NUMBER.findall(text), len(_OPERATOR.findall(text)), asked, choices or [""]
+    )
     return np.array([feature(seen) for feature in _FEATURES.values()])

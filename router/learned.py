@@ -17,15 +17,19 @@ from gearshift.router import answers as answers_module
 from gearshift.router import features as features_module
 from gearshift.router.answers import Attempt, answer_features
 from gearshift.router.features import Query, features
+from gearshift.router.trees import Trees
 from gearshift.router.words import Words
 
 Numbers = NDArray[np.float64]
 Kind = Literal["features", "tfidf", "embedding", "blend", "answer"]
-STRENGTH = {"features": 1.0, "tfidf": 0.3, "embedding": 1.0, "answer": 0.5}
+STRENGTH = {"tfidf": 0.3, "embedding": 1.0, "answer": 0.5}
 """Inverse of the L2 penalty, chosen on folds of MMLU's training rows."""
 BESIDE_WORDS = {"tfidf": 0.1, "answer": 0.5}
 """Features are shrunk beside words, whose vectors have length one."""
-PARTS: dict[str, tuple[str, ...]] = {"blend": ("tfidf", "features", "embedding")}
+PARTS: dict[str, tuple[str, ...]] = {"features": ("trees",), "blend": ("tfidf", "trees")}
+TREES = 150
+LEAF_SHARE = 0.01
+"""Of the rows, at least so many in a leaf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ class Linear:
 class Learned:
     """The mean of its parts. Gains of a tier are over the cheapest one."""
 
-    parts: tuple[Linear, ...]
+    parts: tuple[Linear | Trees, ...]
 
     @property
     def needs_embedding(self) -> bool:
@@ -106,8 +110,8 @@ class Learned:
         return self.gains(query)[-1]
 
     def why(self, query: Query, most: int = 12) -> list[tuple[str, float]]:
-        """Words and features of the query that say most for the most expensive tier (above 0) or for the cheapest, in log-odds,
-        strongest first."""
+        """Words and features of the query that say most for the most expensive tier (above 0) or for the cheapest, in
+        log-odds or, from trees, in quality; strongest first."""
         found = [item for part in self.parts for item in part.why(query)]
         return sorted((item for item in found if abs(item[1]) > 1e-6), key=lambda item: -abs(item[1]))[:most]
 
@@ -116,7 +120,8 @@ def train(kind: Kind, examples: Examples) -> Learned:
     """Raises `ValueError` when there is nothing to learn from."""
     if len(examples.queries) < 20:
         raise ValueError(f"{len(examples.queries)} labelled queries are too few to train on: at least 20")
-    return Learned(tuple(_fit(part, examples) for part in PARTS.get(kind, (kind,))))
+    fits = [_grow(examples) if part == "trees" else _fit(part, examples) for part in PARTS.get(kind, (kind,))]
+    return Learned(tuple(fits))
 
 
 def texts(kind: str, queries: Sequence[Query]) -> list[str]:
@@ -143,6 +148,15 @@ def _attempt(query: Query) -> Attempt:
     if query.attempt is None:
         raise ValueError("a judge of answers needs an answer")
     return query.attempt
+
+
+def _grow(examples: Examples) -> Trees:
+    from sklearn.ensemble import ExtraTreesRegressor
+
+    rows = np.array([features(query) for query in examples.queries])
+    leaf = max(5, round(LEAF_SHARE * len(rows)))
+    forest = ExtraTreesRegressor(TREES, min_samples_leaf=leaf, random_state=0)
+    return Trees.of(forest.fit(rows, examples.qualities))
 
 
 def _fit(kind: str, examples: Examples) -> Linear:

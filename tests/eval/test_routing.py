@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gearshift.eval import answered, graders, replayed, routing
+from gearshift.eval import answered, graders, jsonl, replayed, routing
 from gearshift.eval.answered import Answered, Question, TierAnswer
 from gearshift.platform import config_file
 from gearshift.platform.errors import ConfigError
@@ -96,7 +96,7 @@ def test_targets_that_can_not_be_met_and_answers_that_teach_nothing(tmp_path: Pa
         answered.tier_names(differ)
     (tmp_path / "bad.jsonl").write_text('{"query": "q", "tiers": {}}\n{"quary": 1}\n')
     with pytest.raises(ConfigError, match=r"bad\.jsonl:2: .*quary"):
-        answered.read(tmp_path / "bad.jsonl", Answered)
+        jsonl.read(tmp_path / "bad.jsonl", Answered)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_answers_are_graded(kind: graders.Kind, answer: str, accepted: list[str]
 
 
 def test_our_questions_can_be_checked_and_some_are_held_out() -> None:
-    rows = answered.read(answered.own_questions(), Question)
+    rows = jsonl.read(answered.own_questions(), Question)
     assert len(rows) >= 300
     assert len({row.question for row in rows}) == len(rows)
     assert 100 <= sum(row.split == "test" for row in rows) <= len(rows) // 2
@@ -180,7 +180,7 @@ def test_another_scorer_needs_the_queries_in_the_log(tmp_path: Path) -> None:
     log.write_text(record(query="Hi"))
     assert replayed.replay(log, config).skipped == 0
     log.write_text("not json")
-    with pytest.raises(ConfigError, match="not a record"):
+    with pytest.raises(ConfigError, match=r"log\.jsonl:1: not a Logged"):
         replayed.replay(log, config)
 
 
@@ -192,7 +192,7 @@ def gearshift(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_from_answers_to_a_report_on_the_command_line(tmp_path: Path) -> None:
     answers, scorer, promise = tmp_path / "answers.jsonl", tmp_path / "s.safetensors", tmp_path / "c.yaml"
-    answered.write(answers, world())
+    jsonl.write(answers, world())
     assert "APGR" in gearshift("router", "train", answers, "--out", scorer).stdout
     made = gearshift("router", "calibrate", answers, "--artefact", scorer, "--out", promise, "--quality", "0.9")
     assert made.returncode == 0, made.stderr

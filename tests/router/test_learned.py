@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from sklearn.ensemble import ExtraTreesRegressor
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from gearshift.platform.errors import ConfigError
@@ -17,6 +19,7 @@ from gearshift.router.answers import Attempt, Certainty
 from gearshift.router.artefact import Card, data_hash
 from gearshift.router.features import NAMES, Query, features
 from gearshift.router.learned import Examples, Kind, Learned, train
+from gearshift.router.trees import Trees
 from gearshift.router.words import Words
 
 EASY = [f"What colour is the {thing}?" for thing in ("sky", "sea", "sun", "moon", "grass", "snow", "rose", "coal")]
@@ -56,7 +59,7 @@ def test_qualities_between_0_and_1_and_several_tiers() -> None:
 def test_embeddings_are_learned_from_and_missing_ones_are_an_error() -> None:
     data = examples()
     vectors = [Query(q.text, embedding=(float("Calculate" in q.text), 1.0)) for q in data.queries]
-    scorer = train("blend", Examples(vectors, data.qualities))
+    scorer = train("embedding", Examples(vectors, data.qualities))
     assert scorer.needs_embedding
     assert scorer.score(vectors[-1]) > scorer.score(vectors[0])
     with pytest.raises(ValueError, match="embedding"):
@@ -173,3 +176,41 @@ def test_weights_that_do_not_fit_and_other_formats_are_refused(tmp_path: Path) -
         artefact.load(path)
     with pytest.raises(ConfigError, match="No such file"):
         artefact.load(tmp_path / "missing.safetensors")
+
+
+def test_trees_are_read_as_the_library_reads_them() -> None:
+    data = examples(tiers=3)
+    rows = np.array([features(query) for query in data.queries])
+    forest = ExtraTreesRegressor(20, min_samples_leaf=3, random_state=1).fit(rows, data.qualities)
+    trees = Trees.of(forest)
+    queries = [*data.queries, Query(""), Query("Something else entirely, 7 of them?\nA. one\nB. two")]
+    theirs = forest.predict(np.array([features(query) for query in queries]))
+    np.testing.assert_allclose(trees.qualities(queries), theirs, atol=1e-12)
+    roots = trees.values[trees.roots].mean(axis=0)
+    told = sum(weight for _, weight in trees.why(queries[0]))
+    assert told == pytest.approx(float((theirs[0][-1] - theirs[0][0]) - (roots[-1] - roots[0])))
+
+
+def test_saved_trees_are_the_same_and_broken_ones_are_refused(tmp_path: Path) -> None:
+    data, path = examples(), tmp_path / "a.safetensors"
+    scorer = train("blend", data)
+    artefact.save(path, scorer, card(scorer, data, kind="blend"))
+    query = Query("Calculate 3 * 4")
+    assert artefact.load(path).scorer.gains(query) == scorer.gains(query)
+    assert artefact.load(path).scorer.why(query) == scorer.why(query)
+    words, trees = scorer.parts
+    assert isinstance(trees, Trees)
+    inner = int(np.flatnonzero(trees.feature >= 0)[0])
+    for changes in (
+        {"left": np.where(np.arange(len(trees.left)) == inner, inner, trees.left).astype(np.int32)},  # for ever
+        {"right": trees.right + len(trees.right)},
+        {"feature": np.where(trees.feature >= 0, 99, -1).astype(np.int32)},
+        {"values": trees.values[:, :1]},
+        {"values": trees.values * np.nan},
+        {"roots": trees.roots - 1},
+        {"threshold": trees.threshold[:-1]},
+    ):
+        broken = Learned((words, dataclasses.replace(trees, **changes)))
+        artefact.save(path, broken, card(scorer, data))
+        with pytest.raises(ConfigError, match="trees"):
+            artefact.load(path)
