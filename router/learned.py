@@ -28,7 +28,7 @@ BESIDE_WORDS = {"tfidf": 0.1, "answer": 0.5}
 """Features are shrunk beside words, whose vectors have length one."""
 PARTS: dict[str, tuple[str, ...]] = {"features": ("trees",), "blend": ("tfidf", "trees")}
 TREES = 150
-LEAF_SHARE = 0.01
+LEAF_SHARE = 0.007
 """Of the rows, at least so many in a leaf."""
 
 
