@@ -33,6 +33,7 @@ from gearshift.platform.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    PermissionDenied,
     ShuttingDown,
     UpstreamError,
 )
@@ -295,6 +296,11 @@ class Pipeline:
             known = ", ".join(self._config.tiers)
             raise InvalidRequest(f"x-gearshift-tier: there is no tier {call.tier!r}; there are: {known}.")
         tenant = self._config.tenants[caller.tenant]
+        if call.tier and tenant.tiers is not None and call.tier not in tenant.tiers:
+            allowed = ", ".join(tenant.tiers)
+            raise PermissionDenied(
+                f"x-gearshift-tier: tenant {caller.tenant!r} may not use {call.tier!r}; it may use: {allowed}."
+            )
         wished = call.body.max_completion_tokens or call.body.max_tokens or 0
         asked = Asked(
             prompt_tokens=estimate_prompt(call.body),

@@ -67,10 +67,10 @@ class Ruled:
 
 
 def rules(tiers: Sequence[TierFacts], asked: Asked) -> Ruled:
-    """The hard rules, in their order: forced, pinned, allow-list, context, abilities. A forced or pinned tier is taken as it
-    is, even where it can't serve the request: whoever asked for it learns why."""
-    for name, word in ((asked.forced, "forced"), (asked.pinned, "pinned")):
-        chosen = [tier for tier in tiers if tier.name == name]
+    """The hard rules, in their order: pinned, forced, allow-list, context, abilities. A pinned or forced tier is taken as it
+    is, even where it can't serve the request: whoever asked for it learns why. Nobody forces a tier that is not allowed."""
+    for name, word in ((asked.pinned, "pinned"), (asked.forced, "forced")):
+        chosen = [tier for tier in tiers if tier.name == name and (word == "pinned" or _allowed(tier, asked))]
         if chosen:
             return Ruled(tuple(chosen), decided=word)
     left, notes = list(tiers), []
@@ -85,8 +85,12 @@ def rules(tiers: Sequence[TierFacts], asked: Asked) -> Ruled:
     return Ruled(tuple(left), tuple(notes), decided)
 
 
+def _allowed(tier: TierFacts, asked: Asked) -> bool:
+    return asked.allowed is None or tier.name in asked.allowed
+
+
 _CHECKS: tuple[tuple[str, Callable[[TierFacts, Asked], bool]], ...] = (
-    ("allow-list", lambda tier, asked: asked.allowed is None or tier.name in asked.allowed),
+    ("allow-list", _allowed),
     ("context", lambda tier, asked: tier.context is None or asked.prompt_tokens + asked.wished_tokens <= tier.context),
     ("abilities", lambda tier, asked: asked.needs <= tier.abilities),
 )

@@ -171,7 +171,13 @@ async def test_tenants_are_pinned_to_a_tier_or_kept_out_of_one(serve: Any, base_
         text = base_config.replace("alice: {", f"alice: {{{setting}, ")
         async with serve(text) as gateway:
             raw = await ask(gateway, hard)
-        assert (raw.headers["x-gearshift-tier"], raw.headers["x-gearshift-route-reason"]) == ("cheap", reason)
+            assert (raw.headers["x-gearshift-tier"], raw.headers["x-gearshift-route-reason"]) == ("cheap", reason)
+            if reason == "pinned":
+                forced = await ask(gateway, hard, extra_headers={"x-gearshift-tier": "expensive"})
+                assert forced.headers["x-gearshift-tier"] == "cheap"
+            else:
+                with pytest.raises(openai.PermissionDeniedError, match="may not use 'expensive'"):
+                    await ask(gateway, hard, extra_headers={"x-gearshift-tier": "expensive"})
 
 
 async def test_a_prompt_that_the_cheap_tier_can_not_hold_goes_to_the_other(serve: Any, base_config: str) -> None:

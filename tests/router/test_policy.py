@@ -55,7 +55,9 @@ def test_without_prices_tiers_cost_their_place() -> None:
     ("asked", "left", "decided"),
     [
         (Asked(), ["cheap", "middle", "best"], ""),
-        (Asked(forced="middle", pinned="cheap"), ["middle"], "forced"),
+        (Asked(forced="middle"), ["middle"], "forced"),
+        (Asked(forced="middle", pinned="cheap"), ["cheap"], "pinned"),
+        (Asked(forced="best", allowed=frozenset({"cheap"})), ["cheap"], "rule:allow-list"),
         (Asked(pinned="cheap", needs=frozenset({"tools"})), ["cheap"], "pinned"),
         (Asked(prompt_tokens=900, wished_tokens=200), ["middle", "best"], ""),
         (Asked(prompt_tokens=5000), ["best"], "rule:context"),
