@@ -8,7 +8,7 @@ from pathlib import Path
 from gearshift.eval.plot import pyplot
 from gearshift.eval.routing import Curve, best_at, curves, summary
 from gearshift.router.calibrate import Estimate, Measured, Rows
-from gearshift.router.calibration import Calibration
+from gearshift.router.calibration import Calibration, Interval
 from gearshift.router.metrics import Numbers
 
 FLOORS = (1.0, 0.95, 0.9)
@@ -41,9 +41,8 @@ def markdown(rows: Rows, calibration: Calibration) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _of(value: object) -> str:
-    assert hasattr(value, "value")
-    return f"{value.value:.1%} ({value.low:.1%} to {value.high:.1%})"  # type: ignore[attr-defined]
+def _of(value: Estimate | Interval) -> str:
+    return f"{value.value:.1%} ({value.low:.1%} to {value.high:.1%})"
 
 
 def draw_gaps(found: Mapping[str, tuple[Numbers, Numbers]], path: Path) -> None:

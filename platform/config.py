@@ -297,7 +297,8 @@ class Telemetry(Section):
     records: Literal["off", "stdout", "file"] = "off"
     records_path: str = "gearshift-requests.jsonl"
     record_queries: bool = False
-    """Put the user's last message into the records, for replaying them with another scorer."""
+    """Put the user's last message into the records, as it was sent and before any redaction, for replaying them with another
+    scorer."""
     metrics_token_env: str | None = None
     """Environment variable with a bearer token that /metrics asks for. Without one, whoever reaches the gateway can read
     the names of tenants and how much they use."""

@@ -40,7 +40,7 @@ class Router:
         self._learned: Learned | None = None
         self._plain: Scorer = SCORERS[settings.scorer]()
         if settings.artefact is not None:
-            self._learned, self.scorer_id = self._load(settings.artefact, tuple(config.tiers))
+            self._learned, self.scorer_id = self._load("artefact", settings.artefact, tuple(config.tiers))
         if self.calibration is not None and self.calibration.scorer != self.scorer_id:
             raise ConfigError(
                 f"router.calibration: {settings.calibration} was made for the scorer {self.calibration.scorer}, the config has "
@@ -52,8 +52,12 @@ class Router:
         self.judge_id = f"{digest}:{self.cascade_threshold}"
         """Changes whenever an answer may be judged otherwise."""
 
-    def _load(self, path: str, tiers: tuple[str, ...]) -> tuple[Learned, str]:
+    def _load(self, key: str, path: str, tiers: tuple[str, ...]) -> tuple[Learned, str]:
         loaded = artefact.load(Path(path))
+        if (loaded.card.kind == "answer") != (key == "cascade.judge"):
+            raise ConfigError(
+                f"router.{key}: {path} is of kind {loaded.card.kind}; a judge is of kind answer, and a scorer of any other"
+            )
         if loaded.card.tiers != tiers:
             raise ConfigError(
                 f"router.artefact: {path} was trained for the tiers {', '.join(loaded.card.tiers)}, the config has "
@@ -69,7 +73,7 @@ class Router:
         cascade = config.router.cascade
         if cascade is None:
             return None, None, ""
-        judge, digest = self._load(cascade.judge, tuple(config.tiers)) if cascade.judge else (None, "")
+        judge, digest = self._load("cascade.judge", cascade.judge, tuple(config.tiers)) if cascade.judge else (None, "")
         if cascade.threshold is not None:
             return judge, cascade.threshold, digest
         calibrated = self.calibration.cascade if self.calibration else None

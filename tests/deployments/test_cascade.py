@@ -242,6 +242,8 @@ def test_files_of_the_router_lie_beside_the_config(base_config: str, tmp_path: P
         ("{artefact: three.safetensors}", "trained for the tiers a, b, c"),
         ("{artefact: tfidf.safetensors, calibration: other.yaml}", "was made for the scorer length"),
         ("{artefact: tfidf.safetensors, calibration: calibration.yaml, cascade: {}}", "no threshold for this judge"),
+        ("{artefact: answer.safetensors}", "router.artefact: .* is of kind answer"),
+        ("{cascade: {judge: tfidf.safetensors, threshold: 0.5}}", "router.cascade.judge: .* is of kind tfidf"),
         ("{calibration: broken.yaml}", "not YAML"),
         ("{calibration: empty.yaml}", "make it anew"),
     ],
@@ -253,6 +255,7 @@ def test_files_that_do_not_belong_together_are_config_errors(
     (tmp_path / "tfidf.safetensors").rename(tmp_path / "three.safetensors")
     calibrate(tmp_path, "length")
     (tmp_path / "calibration.yaml").rename(tmp_path / "other.yaml")
+    scorer(tmp_path, "answer")
     calibrate(tmp_path, scorer(tmp_path).digest)
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "empty.yaml").write_text("a: 1")
