@@ -204,7 +204,9 @@ def config_check(
         return
     from ruamel.yaml import YAML
 
-    YAML().dump(resolved, sys.stdout)  # in the file's order: that of the tiers has a meaning
+    yaml = YAML()  # in the file's order: that of the tiers has a meaning
+    yaml.width = sys.maxsize  # a path or a term stays on its line
+    yaml.dump(resolved, sys.stdout)
 
 
 @keys_app.command("new")
