@@ -7,8 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import uvicorn
 from fastapi import Depends, FastAPI, Header, Request
 from fastapi.responses import JSONResponse, Response
@@ -19,10 +20,14 @@ from gearshift.deployments import registry
 from gearshift.deployments.control import SnapshotBoard
 from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.config import Config
-from gearshift.platform.errors import GearshiftError, LimitsUnavailable, public
+from gearshift.platform.errors import GearshiftError, NotFound, StoreUnavailable, public
 from gearshift.platform.request import JsonObject
 from gearshift.platform.tenants import require_token
 from gearshift.router.arms import Snapshot
+
+Who = Annotated[str, Header()]
+"""Who acts, for the log; it is not checked."""
+Action = Literal["pause", "resume", "advance", "abort"]
 
 
 class Weights(BaseModel):
@@ -31,6 +36,15 @@ class Weights(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     arms: dict[str, float]
+    why: str = ""
+
+
+class Reason(BaseModel):
+    """Body of what is done to an experiment by hand."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    why: str = ""
 
 
 def create_admin_app(config: Config, store: Store, environ: Mapping[str, str]) -> FastAPI:
@@ -50,18 +64,45 @@ def create_admin_app(config: Config, store: Store, environ: Mapping[str, str]) -
             "version": __version__,
             "uptime_s": round(time.time() - started, 1),
             "gateways": [_member(member) for member in members if not member.model],
-            "engines": [_member(member) for member in members if member.model],
+            "engines": [_member(member) for member in members if member.model in config.models],
+            "evaluators": [_member(member) for member in members if member.model == registry.EVALUATOR],
             "tiers": {name: _tier(config, snapshot, name) for name in config.tiers},
             "epoch": snapshot.epoch,
         }
 
     @app.get("/admin/experiments")
     async def experiments() -> JsonObject:
-        return _snapshot(await board.read())
+        return _snapshot(config, await board.read())
+
+    @app.get("/admin/experiments/{name}")
+    async def experiment(name: str) -> JsonObject:
+        """What the evaluator last said of it."""
+        found = (await evaluated(store))["experiments"].get(name)
+        if found is None:
+            raise NotFound(f"There is no experiment {name!r}; there are: {', '.join(config.experiments) or 'none'}.")
+        return dict(found)
 
     @app.put("/admin/experiments/{name}")
-    async def set_weights(name: str, weights: Weights) -> JsonObject:
-        return _snapshot(await board.set_weights(name, weights.arms))
+    async def set_weights(name: str, body: Weights, x_gearshift_who: Who = "") -> JsonObject:
+        return _snapshot(config, await board.set_weights(name, body.arms, x_gearshift_who, body.why))
+
+    @app.post("/admin/experiments/{name}/{action}")
+    async def act(name: str, action: Action, body: Reason, x_gearshift_who: Who = "") -> JsonObject:
+        who, why = x_gearshift_who, body.why
+        if action in ("pause", "resume"):
+            return _snapshot(config, await board.pause(name, action == "pause", who, why))
+        if action == "advance":
+            return _snapshot(config, await board.advance(name, who, why))
+        return _snapshot(config, await board.abort(name, who, why))
+
+    @app.get("/admin/changes")
+    async def changes() -> JsonObject:
+        return {"changes": [msgspec.to_builtins(change) for change in await board.changes()]}
+
+    @app.get("/admin/releases")
+    async def releases() -> JsonObject:
+        snapshot, scores = await board.read(), (await evaluated(store))["releases"]
+        return {"releases": [_release(config, snapshot, name, scores.get(name, {})) for name in config.releases]}
 
     @app.exception_handler(GearshiftError)
     async def on_error(_: Request, error: GearshiftError) -> Response:
@@ -70,7 +111,7 @@ def create_admin_app(config: Config, store: Store, environ: Mapping[str, str]) -
 
     @app.exception_handler(StoreAway)
     async def on_store_away(_: Request, __: StoreAway) -> Response:
-        away = LimitsUnavailable("Redis is away; the state of the deployment can't be read.")
+        away = StoreUnavailable("Redis is away; the state of the deployment can't be read.")
         return JSONResponse(away.body(), away.status)
 
     return app
@@ -104,7 +145,7 @@ class AdminServer:
 
 def _member(member: registry.Member) -> JsonObject:
     shown: JsonObject = {"name": member.name, "pid": member.pid, "rss_mib": round(member.rss_bytes / 2**20)}
-    if member.model:
+    if member.model and member.model != registry.EVALUATOR:
         stats = member.stats
         used, total = stats.kv_blocks_used, stats.kv_blocks_total
         queries, hits = stats.prefix_queries, stats.prefix_hits
@@ -128,8 +169,52 @@ def _tier(config: Config, snapshot: Snapshot, name: str) -> JsonObject:
     tier = config.tiers[name]
     if tier.release is not None:
         return {"release": tier.release}
-    return {"experiment": tier.experiment, "arms": dict(snapshot.weights[tier.experiment or ""])}
+    name = tier.experiment or ""
+    trial = snapshot.trials[name]
+    return {
+        "experiment": name,
+        "arms": snapshot.weights(config.experiments[name], name),
+        "status": trial.status,
+        "why": trial.why,
+    }
 
 
-def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
-    return {"epoch": snapshot.epoch, "experiments": {name: dict(arms) for name, arms in snapshot.weights.items()}}
+def _snapshot(config: Config, snapshot: Snapshot) -> dict[str, Any]:
+    found = {
+        name: {
+            "arms": snapshot.weights(experiment, name),
+            "status": snapshot.trials[name].status,
+            "stage": snapshot.trials[name].stage,
+            "why": snapshot.trials[name].why,
+        }
+        for name, experiment in config.experiments.items()
+    }
+    return {"epoch": snapshot.epoch, "experiments": found}
+
+
+def _release(config: Config, snapshot: Snapshot, name: str, scores: JsonObject) -> JsonObject:
+    """What it pins, where it serves, and what it scored."""
+    pinned = config.releases[name]
+    served = {}
+    for tier in config.tiers:
+        each = config.tiers[tier]
+        if each.release == name:
+            served[tier] = 1.0
+        elif each.experiment is not None:
+            served[tier] = snapshot.weights(config.experiments[each.experiment], each.experiment).get(name, 0.0)
+    return {
+        "release": name,
+        "model": pinned.model,
+        "prompt": f"{pinned.prompt} v{config.prompts[pinned.prompt].version}",
+        "policy": f"{pinned.policy} v{config.policies[pinned.policy].version}",
+        "serves": {tier: share for tier, share in served.items() if share},
+        "cache_generation": snapshot.generations.get(name, 0),
+        "scores": scores,
+    }
+
+
+async def evaluated(store: Store) -> JsonObject:
+    """The evaluator's last report; empty before the first."""
+    raw = (await store.hash_all(store.key("evaluator"))).get("report")
+    found: JsonObject = msgspec.json.decode(raw) if raw else {"experiments": {}, "releases": {}}
+    return found

@@ -19,8 +19,11 @@ from starlette.types import Receive, Scope, Send
 
 from gearshift import __version__
 from gearshift.deployments.exposition import metrics_page
+from gearshift.deployments.feedback import parse_feedback
 from gearshift.deployments.pipeline import Call, Pipeline, Ticket, without_text
+from gearshift.deployments.samples import Heard, SampleLog
 from gearshift.platform import telemetry
+from gearshift.platform.cache.store import StoreAway
 from gearshift.platform.config import Gateway
 from gearshift.platform.errors import (
     DeadlineExceeded,
@@ -30,6 +33,7 @@ from gearshift.platform.errors import (
     ModelNotFound,
     NotFound,
     RequestTooLarge,
+    StoreUnavailable,
     public,
 )
 from gearshift.platform.openai import ChunkWriter, Identity, completion, error_event, model_object, parse_chat
@@ -48,6 +52,7 @@ def create_app(
     config: Gateway,
     emitter: Emitter,
     ready: Callable[[], str | None],
+    samples: SampleLog,
     metrics_token: str | None = None,
 ) -> FastAPI:
     """`ready` says what is still missing, or None."""
@@ -58,7 +63,7 @@ def create_app(
         """The hot route, as plain ASGI: FastAPI's argument machinery has nothing to do for it."""
 
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            await ChatExchange(Request(scope, receive), pipeline, config, emitter).respond(receive, send)
+            await ChatExchange(Request(scope, receive), pipeline, config, emitter, samples).respond(receive, send)
 
     app.router.routes.append(Route("/v1/chat/completions", ChatCompletions(), methods=["POST"]))
 
@@ -72,6 +77,16 @@ def create_app(
         if name not in pipeline.models_for(request.headers.get("authorization", "")):
             raise ModelNotFound(f"There is no model {name!r}.", param="model")
         return JSONResponse(model_object(name, created))
+
+    @app.post("/v1/feedback")
+    async def feedback(request: Request) -> Response:
+        caller = await pipeline.admit(request.headers.get("authorization", ""))
+        given = parse_feedback(await read_body(request, config.max_body_bytes))
+        try:
+            counted = await samples.feedback(given.feedback(caller.tenant))
+        except StoreAway as error:
+            raise StoreUnavailable("Feedback can't be taken just now; send it again.", retry_after_s=1.0) from error
+        return JSONResponse({"object": "feedback", "request_id": given.request_id, "counted": counted})
 
     @app.get("/health")
     async def health() -> Response:
@@ -94,6 +109,19 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
     return app
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Raises `RequestTooLarge`, `InvalidRequest`."""
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                raise RequestTooLarge(f"The body is larger than {limit} bytes.")
+    except ClientDisconnect as error:
+        raise InvalidRequest("The body ended early.") from error
+    return bytes(body)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -133,12 +161,15 @@ class ChatExchange:
     that an early failure has a real status.
     """
 
-    def __init__(self, request: Request, pipeline: Pipeline, config: Gateway, emitter: Emitter) -> None:
+    def __init__(
+        self, request: Request, pipeline: Pipeline, config: Gateway, emitter: Emitter, samples: SampleLog
+    ) -> None:
         self._request = request
         self._pipeline = pipeline
         self._config = config
         self._emitter = emitter
-        self._ticket = Ticket(Record(_new_id()))
+        self._samples = samples
+        self._ticket = Ticket(Record(_new_id()), Heard(samples.wants_text))
         self._record = self._ticket.record
         self._begun = False
 
@@ -156,15 +187,10 @@ class ChatExchange:
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _read_body(self) -> bytes | GearshiftError:
-        limit, body = self._config.max_body_bytes, bytearray()
         try:
-            async for part in self._request.stream():
-                body += part
-                if len(body) > limit:
-                    return RequestTooLarge(f"The body is larger than {limit} bytes.")
-        except ClientDisconnect:
-            return InvalidRequest("The body ended early.")
-        return bytes(body)
+            return await read_body(self._request, self._config.max_body_bytes)
+        except GearshiftError as error:
+            return error
 
     async def _work(self, body: bytes | GearshiftError, send: Send) -> None:
         record = self._record
@@ -193,6 +219,7 @@ class ChatExchange:
             await self._fail(error, send)
         finally:
             self._emitter.emit(record, span)
+            self._samples.told(record, self._ticket.heard)
 
     async def _answer(self, call: Call, send: Send) -> None:
         self._record.stream = bool(call.body.stream)

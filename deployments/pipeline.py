@@ -17,6 +17,7 @@ import msgspec
 
 from gearshift.deployments.cascade import Again, GivenUp, second_sample, verified
 from gearshift.deployments.choices import of_choice, several
+from gearshift.deployments.samples import Heard
 from gearshift.guardrails import stream
 from gearshift.guardrails.policy import CompiledPolicy, compile_policy
 from gearshift.guardrails.verdict import Stage, Verdict
@@ -43,7 +44,7 @@ from gearshift.platform.request import Delta, Message, Request, SamplingParams, 
 from gearshift.platform.telemetry import AttemptNote, Record, VerdictNote
 from gearshift.platform.tenants import Caller, Tenants
 from gearshift.router.answers import Attempt, agreement
-from gearshift.router.arms import Served, Snapshot, serve, tier_of_release
+from gearshift.router.arms import Served, Snapshot, Units, serve, tier_of_release
 from gearshift.router.features import Query
 from gearshift.router.policy import Asked, Route
 from gearshift.router.router import Judgement, Router
@@ -78,8 +79,9 @@ class Candidate:
 class Ticket:
     """What the steps have learned so far; one a request. The gateway reads the reservation's headers from it."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, heard: Heard | None = None) -> None:
         self.record = record
+        self.heard = heard or Heard(wanted=False)
         self.reservation: Reservation | None = None
 
 
@@ -122,16 +124,21 @@ class Pipeline:
             try:
                 with record.step("route"):
                     candidates = self._route(call, caller, reservation, record)
-                async with aclosing(self._first_that_answers(call, candidates, record)) as deltas:
+                ticket.heard.trace = call.trace.get("traceparent", "")
+                if ticket.heard.wanted:
+                    ticket.heard.question = query_of(call.body).text
+                async with aclosing(self._first_that_answers(call, candidates, ticket)) as deltas:
                     async for delta in deltas:
+                        ticket.heard.hear(delta)
                         yield delta
             finally:
                 self._limits.settle(reservation, _used(record))
 
     async def _first_that_answers(
-        self, call: Call, candidates: list[Candidate], record: Record
+        self, call: Call, candidates: list[Candidate], ticket: Ticket
     ) -> AsyncGenerator[Delta, None]:
         """Falls back to the next candidate until one has begun; never after that. An answer that is given up has not."""
+        record = ticket.record
         for candidate, following in zip(candidates, [*candidates[1:], None], strict=True):
             started = False
             try:
@@ -145,6 +152,7 @@ class Pipeline:
             except (EngineUnavailable, Overloaded, UpstreamError):
                 if started or following is None:
                     raise
+                ticket.heard.failed.append(candidate.served)
                 record.fallbacks.append((candidate.served.tier, following.served.tier))
 
     def _give_up(self, given_up: GivenUp, call: Call, served: Served, record: Record) -> None:
@@ -162,6 +170,7 @@ class Pipeline:
         release = self._config.releases[served.release]
         policy = self._policies[release.policy]
         record.tier, record.release, record.experiment = served.tier, served.release, served.experiment
+        record.arm, record.period, record.unit = served.arm, served.period, served.unit
         sampling = record.sampling = call.body.sampling(release.sampling)
         with record.step("guard_input"):
             messages = self._guard_input(policy, call.body.request_messages(), record)
@@ -266,7 +275,7 @@ class Pipeline:
         """Where the request goes first, and where it may fall back to: only the router's choice may be replaced."""
         snapshot, config, asked = self._snapshot(), self._config, call.body.model
         record.asked, record.epoch = asked, snapshot.epoch
-        unit = call.body.unit or call.id
+        units = Units(call.id, call.body.unit or "", call.body.prompt_cache_key or "")
         if asked in config.releases:
             record.route_reason = "release"
             return [Candidate(Served(tier_of_release(config, asked), asked))]
@@ -276,7 +285,7 @@ class Pipeline:
         )
         record.route_reason, record.score = chosen.reason, chosen.score
         self._watch_drift(caller.tenant, chosen.score)
-        candidates = [Candidate(serve(config, snapshot, tier, unit)) for tier in (chosen.tier, *chosen.others)]
+        candidates = [Candidate(serve(config, snapshot, tier, units)) for tier in (chosen.tier, *chosen.others)]
         if self._router.verifies(chosen) and call.body.choices == 1:
             # what is given up goes on to the others, and back to the first unjudged when none of them can answer
             return [replace(candidates[0], verify=query), *candidates[1:], candidates[0]]
@@ -351,6 +360,9 @@ class Pipeline:
         salt = call.body.cache_salt or ""
         if verify:  # an answer that nobody judged is no answer to a request that wants it judged
             salt = f"{salt}\0{self._router.judge_id}"
+        generation = self._snapshot().generations.get(release, 0)
+        if generation:  # a version that was rolled back leaves its answers behind
+            salt = f"{salt}\0generation {generation}"
         return Question(record.tenant, self.fingerprints[release], messages, sampling, salt)
 
     async def _look_up(self, question: Question | None, record: Record) -> Answer | None:
@@ -372,6 +384,12 @@ class Pipeline:
     def models(self) -> list[str]:
         """Everything a client may ask for."""
         return [AUTO, *self._config.tiers, *self._config.releases]
+
+    async def admit(self, authorization: str) -> Caller:
+        """Who asks for something other than an answer; it counts as a request. Raises `InvalidApiKey`, `RateLimited`."""
+        caller = self._tenants.identify(authorization)
+        self._limits.settle(await self._limits.reserve(caller.tenant, caller.limits, 0), 0)
+        return caller
 
     def models_for(self, authorization: str) -> list[str]:
         caller = self._tenants.identify(authorization)

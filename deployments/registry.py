@@ -13,6 +13,8 @@ import psutil
 from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.request import EngineStats
 
+EVALUATOR = ":evaluator"
+"""In the place of a model's name, which has no colon."""
 BEAT_S = 0.5
 STALE_S = 5.0
 

@@ -24,6 +24,7 @@ from gearshift.deployments.engine_server import EngineServer
 from gearshift.deployments.gateway import create_app
 from gearshift.deployments.pipeline import Pipeline
 from gearshift.deployments.remote import RemoteEngine
+from gearshift.deployments.samples import SampleLog
 from gearshift.platform.cache.exact import ExactCache
 from gearshift.platform.cache.limits import RateLimits
 from gearshift.platform.cache.store import Store, StoreAway
@@ -131,7 +132,8 @@ class GatewayReplica:
         )
         token_env = config.telemetry.metrics_token_env
         token = os.environ[token_env] if token_env else None
-        app = create_app(self._pipeline, config.gateway, self._emitter, self._missing, token)
+        self._samples = SampleLog(self._store, config)
+        app = create_app(self._pipeline, config.gateway, self._emitter, self._missing, self._samples, token)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -153,6 +155,7 @@ class GatewayReplica:
         self._tasks = [
             asyncio.create_task(self._discover()),
             asyncio.create_task(board.follow(self._snapshot)),
+            asyncio.create_task(self._samples.run()),
             asyncio.create_task(registry.beat(self._store, lambda: registry.here(self._name))),
         ]
 
@@ -182,6 +185,7 @@ class GatewayReplica:
         await self._serving
         for task in self._tasks:
             task.cancel()
+        await self._samples.flush()
         await registry.leave(self._store, self._name)
         for engine in self._engines.values():
             await engine.close()
@@ -205,6 +209,40 @@ class GatewayReplica:
             for name, remote in self._remotes.items():
                 await remote.refresh(Path(member.address) for member in members if member.model == name)
             await asyncio.sleep(DISCOVER_S)
+
+
+class EvaluatorReplica:
+    """The one process that judges what all the others did."""
+
+    async def __init__(self, config: Config, place: Place) -> None:  # type: ignore[misc]  # Serve awaits it
+        from gearshift.deployments.evaluator import WAIT_S, Evaluator  # statistics are for those who judge
+
+        self._name = f"evaluator-{uuid.uuid4().hex[:8]}"
+        self._store = place.store(config, timeout_s=registry.STALE_S)
+        self._reading = place.store(config, timeout_s=registry.STALE_S + WAIT_S)
+        self._emitter = Emitter(config.telemetry)
+        self._evaluator = Evaluator(config, self._store, self._reading, self._emitter)
+        self._tasks = [
+            asyncio.create_task(self._evaluator.run()),
+            asyncio.create_task(registry.beat(self._store, lambda: registry.here(self._name, registry.EVALUATOR))),
+        ]
+
+    def check_health(self) -> None:
+        """Called by Serve; raising has the replica replaced."""
+        if any(task.done() for task in self._tasks):
+            raise EngineUnavailable("A task of the evaluator has ended.")
+
+    async def __del__(self) -> None:
+        """Called by Serve when the replica is to go. Nothing is lost: what was not taken in waits in Redis."""
+        if not hasattr(self, "_tasks"):
+            return
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await registry.leave(self._store, self._name)
+        await self._reading.close()
+        await self._store.close()
+        self._emitter.close()
 
 
 class _Server(uvicorn.Server):

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from gearshift.deployments.replicas import EngineReplica, GatewayReplica, Place
+from gearshift.deployments.replicas import EngineReplica, EvaluatorReplica, GatewayReplica, Place
 from gearshift.platform.cache.embedded import EmbeddedRedis
 from gearshift.platform.config import Config
 from gearshift.platform.errors import ConfigError, GearshiftError
@@ -83,7 +83,17 @@ def build(config: Config, weights: dict[str, Weights], place: Place, env: dict[s
         **common,
     )
     app = gateway.bind(config, revisions_of(config, weights), place)
-    return [*targets, serve.RunTarget(app, name=GATEWAY_APP, route_prefix=None)]
+    targets.append(serve.RunTarget(app, name=GATEWAY_APP, route_prefix=None))
+    if config.evaluation.enabled:
+        evaluator = serve.deployment(
+            EvaluatorReplica,
+            name="evaluator",
+            num_replicas=1,
+            ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": env}},
+            **common,
+        )
+        targets.append(serve.RunTarget(evaluator.bind(config, place), name="evaluator", route_prefix=None))
+    return targets
 
 
 class Deployment:

@@ -135,17 +135,87 @@ class Release(Section):
     sampling: SamplingDefaults = SamplingDefaults()
 
 
+Measure = Literal[
+    "error", "valid", "empty", "refusal", "loop", "truncated", "language", "json",
+    "feedback", "grounded", "blocked", "ttft_p95", "inter_token_p95", "duration_p95", "cost", "answer_tokens",
+]  # fmt: skip
+"""What can be measured of a request; eval/scores.py says how."""
+
+
+class Rollout(Section):
+    """Gives a candidate more and more of the traffic, as long as no guard is surely worse."""
+
+    stages: Annotated[list[Annotated[float, Field(ge=0, le=100)]], Field(min_length=1)] = [1, 5, 25, 50, 100]
+    """Shares of the units that the candidate serves, in %."""
+    min_samples: Count = 200
+    """Exposures of the candidate before the next stage."""
+    min_time_s: Annotated[float, Field(ge=0)] = 60.0
+    """Seconds of each stage, at least."""
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        if any(after <= before for before, after in zip(self.stages, self.stages[1:], strict=False)):
+            raise ValueError("stages: each must be greater than the one before")
+        return self
+
+
 class Experiment(Section):
-    """Arms are releases with weights; a unit (user) always sees the same arm while the weights stay."""
+    """Arms are releases with weights; a unit (user) sees the same arm for as long as its share does not move."""
 
     arms: Annotated[dict[Name, Annotated[float, Field(ge=0)]], Field(min_length=1)]
+    """Weights; with a rollout they are its business, and 0 or 1 will do."""
+    baseline: Name | None = None
+    """The arm that the others are compared with, and that serves when one is rolled back; unset is the first."""
+    unit: Literal["user", "session", "request"] = "user"
+    """What is assigned to an arm: `user` or `safety_identifier` of the request, its `prompt_cache_key`, or the request."""
     salt: str = ""
+    layer: Name | None = None
+    """Experiments of one layer never share a unit."""
+    layer_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of the layer's units; unset shares it evenly."""
+    metrics: list[Measure] = ["error", "valid", "feedback", "ttft_p95", "cost"]
+    """What the arms are compared by."""
+    guards: dict[Measure, Annotated[float, Field(ge=0)]] = {"error": 0.0, "valid": 0.0, "feedback": 0.0}
+    """An arm that is surely worse than the baseline by more than this falls: points of a rate (0.02), or a share of a
+    quantile or mean (0.1 is 10 %)."""
+    on_worse: Literal["roll_back", "alert"] = "roll_back"
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    """Chance of ever calling a difference, or of ever rolling back an arm, where there is none; all metrics together."""
+    min_samples: Count = 30
+    """Exposures of each arm before anything is decided."""
+    min_time_s: Annotated[float, Field(ge=0)] = 0.0
+    rollout: Rollout | None = None
+    aa: bool = False
+    """Two arms of the same release, to see whether the numbers can be trusted: nothing is ever rolled back."""
 
     @model_validator(mode="after")
     def _some_weight(self) -> Self:
         if sum(self.arms.values()) <= 0:
             raise ValueError("arms: at least one weight must be above 0")
+        if self.baseline is not None and self.baseline not in self.arms:
+            raise ValueError(f"baseline: {self.baseline!r} is none of the arms: {', '.join(self.arms)}")
+        if self.rollout is not None and len(self.arms) != 2:
+            raise ValueError("rollout: needs exactly two arms, the baseline and the candidate")
+        if self.aa and (len(self.arms) != 1 or self.rollout is not None):
+            raise ValueError("aa: needs exactly one arm and no rollout")
+        if self.layer_share is not None and self.layer is None:
+            raise ValueError("layer_share: needs a layer")
         return self
+
+
+class Evaluation(Section):
+    """The evaluator watches all requests, after they were answered."""
+
+    enabled: bool = True
+    holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Share of the units that take part in no experiment."""
+    text_chars: Annotated[int, Field(ge=0)] = 4000
+    """Of question and answer so much goes to the evaluator, through Redis, where it is deleted as soon as it is scored; 0
+    sends no text, and scores that read it stay empty."""
+    buffer: Count = 100_000
+    """Requests that wait in Redis while the evaluator is away."""
+    feedback_ttl_s: Seconds = 86400.0
+    """How long after a request feedback on it is taken."""
 
 
 class Price(Section):
@@ -313,6 +383,7 @@ class Config(Section):
     tiers: Annotated[dict[Name, Tier], Field(min_length=1)]
     router: Router = Router()
     cache: Cache = Cache()
+    evaluation: Evaluation = Evaluation()
     tenants: Annotated[dict[Name, Tenant], Field(min_length=1)]
     redis: Redis = Redis()
     gateway: Gateway = Gateway()

@@ -166,6 +166,7 @@ def _cross_check(config: Config) -> Iterator[Problem]:
     for name, experiment in config.experiments.items():
         for arm in experiment.arms:
             yield from _known(("experiments", name, "arms", arm), arm, config.releases)
+        yield from _layer(config, name)
     for name, tier in config.tiers.items():
         if tier.release is not None:
             yield from _known(("tiers", name, "release"), tier.release, config.releases)
@@ -196,6 +197,18 @@ def _known(loc: Loc, name: str, known: Mapping[str, Any] | set[str]) -> Iterator
     if name not in known:
         hint = _did_you_mean(name, known) or f"; there are: {', '.join(sorted(known)) or 'none'}"
         yield loc, f"{name!r} is not defined{hint}"
+
+
+def _layer(config: Config, name: str) -> Iterator[Problem]:
+    """Experiments of a layer either all say their share, or none does."""
+    mine = config.experiments[name]
+    if mine.layer is None:
+        return
+    shares = [each.layer_share for each in config.experiments.values() if each.layer == mine.layer]
+    if None in shares and any(share is not None for share in shares):
+        yield ("experiments", name, "layer_share"), f"either all experiments of layer {mine.layer!r} have one, or none"
+    elif sum(share or 0 for share in shares) > 1 + 1e-9:
+        yield ("experiments", name, "layer_share"), f"those of layer {mine.layer!r} add up to more than 1"
 
 
 def _source(loc: Loc, text: str) -> Iterator[Problem]:

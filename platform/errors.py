@@ -113,6 +113,12 @@ class LimitsUnavailable(GearshiftError):
     status, code, retryable = 503, "limits_unavailable", True
 
 
+class StoreUnavailable(GearshiftError):
+    """Redis is away, and without it there is no answer to give."""
+
+    status, code, retryable = 503, "store_unavailable", True
+
+
 class ShuttingDown(GearshiftError):
     status, code, retryable = 503, "shutting_down", True
 

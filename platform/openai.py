@@ -59,7 +59,7 @@ SAMPLING_FIELDS = (
 )
 """Fields that are passed on under their own name when the request has them."""
 
-HARMLESS = ("metadata", "prompt_cache_key")
+HARMLESS = ("metadata",)
 """Accepted and without effect on the answer."""
 
 
@@ -124,6 +124,8 @@ class ChatRequest(_Wire):
     stream_options: StreamOptions | None = None
     user: str | None = None
     safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    """Names a session, for experiments that count by sessions."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -188,10 +190,10 @@ def parse_chat(body: bytes) -> ChatRequest:
     try:
         return ChatRequest.model_validate_json(body)
     except ValidationError as error:
-        raise _invalid(error) from error
+        raise invalid(error) from error
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
+def invalid(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
     if first["type"] == "json_invalid":

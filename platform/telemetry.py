@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +105,24 @@ OVERHEAD = Histogram(
     "gearshift_overhead_seconds", "Seconds a request spent outside the engine", buckets=OVERHEAD_BUCKETS
 )
 INFLIGHT = Gauge("gearshift_inflight_requests", "Requests being worked on", multiprocess_mode="livesum")
+SAMPLES_LOST = Counter("gearshift_samples_lost", "Finished requests that the evaluator never heard of")
+SCORED = Counter("gearshift_samples_scored", "Finished requests that the evaluator has taken in", ["release"])
+EXPERIMENT_VALUE = Gauge(
+    "gearshift_experiment_value", "What an arm measures", ["experiment", "arm", "measure"], multiprocess_mode="livemax"
+)
+EXPERIMENT_EXPOSURES = Gauge(
+    "gearshift_experiment_exposures", "Requests of this period", ["experiment", "arm"], multiprocess_mode="livemax"
+)
+EXPERIMENT_MISMATCH = Gauge(
+    "gearshift_experiment_sample_ratio_mismatch",
+    "1 when the arms did not get their shares",
+    ["experiment"],
+    multiprocess_mode="livemax",
+)
+EXPERIMENT_ALERT = Gauge(
+    "gearshift_experiment_alert", "1 while a guard is surely worse", ["experiment", "arm"], multiprocess_mode="livemax"
+)
+ROLLBACKS = Counter("gearshift_rollbacks", "Arms that were rolled back by the evaluator", ["experiment", "arm"])
 ABANDONED = Counter("gearshift_abandoned_requests", "Requests whose client went away")
 
 
@@ -147,6 +165,11 @@ class Record:
     tier: str = ""
     release: str = ""
     experiment: str = ""
+    arm: str = ""
+    period: int = 0
+    """Of the weights that chose the arm."""
+    unit: str = ""
+    """Digest of who asked, as the experiment counts."""
     epoch: int = 0
     route_reason: str = ""
     score: float | None = None
@@ -257,6 +280,21 @@ class Emitter:
         if self._records is not None:
             self._records.write(msgspec.json.encode(record).decode() + "\n")
             self._records.flush()
+
+    def evaluated(self, request_id: str, traceparent: str, scores: Mapping[str, tuple[float | None, str]]) -> None:
+        """Scores of an answer, each as an event `gen_ai.evaluation.result` of a span in the request's own trace."""
+        if self._provider is None:
+            return
+        context = self._propagator.extract({"traceparent": traceparent})
+        with self._tracer.start_as_current_span("evaluate", context=context) as span:
+            span.set_attribute("gen_ai.response.id", request_id)
+            for name, (value, label) in scores.items():
+                if value is None:
+                    continue
+                event: dict[str, str | float] = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": value}
+                span.add_event(
+                    "gen_ai.evaluation.result", event | ({"gen_ai.evaluation.score.label": label} if label else {})
+                )
 
     def close(self) -> None:
         if self._provider is not None:

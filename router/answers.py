@@ -72,9 +72,14 @@ def failure(attempt: Attempt) -> str:
     text = attempt.text.strip()
     if not text:
         return "empty" if attempt.whole else ""
-    if _REFUSAL.search(text[:200]):
+    if refuses(text):
         return "refusal"
     return "loop" if repeats(text) else ""
+
+
+def refuses(text: str) -> bool:
+    """The text begins by saying that it won't or can't."""
+    return _REFUSAL.search(text[:200]) is not None
 
 
 def repeats(text: str, times: int = 4) -> bool:

@@ -1,43 +1,223 @@
-"""Which release serves: the weights of all experiments at one moment, and the choice that follows from them."""
+"""Which release serves: the state of all experiments at one moment, and the choice that follows from it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from gearshift.platform.config import Config
-from gearshift.router.policy import assign
+from gearshift.platform.config import Config, Experiment
+
+PARTS = 1_000_000
+"""The parts that units are spread over."""
+AGAIN = " (again)"
+"""Name of the second arm of an A/A test, after the release's."""
+Status = Literal["running", "paused", "rolled back", "completed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The parts before `end`, from the end of the segment before it."""
+
+    end: int
+    arm: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """An experiment as it runs."""
+
+    segments: tuple[Segment, ...]
+    period: int = 0
+    """Epoch in which the weights were last changed; what was seen before does not count for what is decided now."""
+    since: float = 0.0
+    """When that was, in seconds since 1970."""
+    stage: int = -1
+    """Of its rollout; -1 where there is none."""
+    status: Status = "running"
+    why: str = ""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Shares of the units, in 0 to 1, of the arms that have one."""
+        found: dict[str, float] = {}
+        start = 0
+        for segment in self.segments:
+            found[segment.arm] = found.get(segment.arm, 0) + segment.end - start
+            start = segment.end
+        return {arm: parts / PARTS for arm, parts in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Weights of every experiment's arms, numbered: a gateway takes over one with a higher epoch, and no other."""
+    """What serves, numbered: a gateway takes over one with a higher epoch, and no other."""
 
     epoch: int = 0
-    weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    trials: Mapping[str, Trial] = field(default_factory=dict)
+    generations: Mapping[str, int] = field(default_factory=dict)
+    """Of a release's cached answers; a new one leaves all older answers behind. 0 where there is none."""
 
     @classmethod
     def of(cls, config: Config) -> Snapshot:
-        return cls(0, {name: dict(experiment.arms) for name, experiment in config.experiments.items()})
+        return cls(0, {name: begin(experiment) for name, experiment in config.experiments.items()})
+
+    def weights(self, experiment: Experiment, name: str) -> dict[str, float]:
+        """Of all arms, those without a share too."""
+        found = self.trials[name].weights
+        return {arm: found.get(arm, 0.0) for arm in arms_of(experiment)}
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The release that serves a tier for one unit; `experiment` is empty when there is none."""
+    """The release that serves a tier for one unit; `experiment` is empty when none chose it."""
 
     tier: str
     release: str
     experiment: str = ""
+    arm: str = ""
+    period: int = 0
+    unit: str = ""
+    """Digest of the unit."""
 
 
-def serve(config: Config, snapshot: Snapshot, tier: str, unit: str) -> Served:
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Who asks, by each of the ways to count."""
+
+    request: str
+    user: str = ""
+    session: str = ""
+
+    def of(self, kind: str) -> str:
+        """Somebody who is not named is taken for somebody new."""
+        return {"user": self.user, "session": self.session or self.user}.get(kind, "") or self.request
+
+
+def arms_of(experiment: Experiment) -> list[str]:
+    """The first is what the others are compared with."""
+    names = list(experiment.arms)
+    if experiment.aa:
+        return [names[0], names[0] + AGAIN]
+    baseline = experiment.baseline or names[0]
+    return [baseline, *(name for name in names if name != baseline)]
+
+
+def release_of(arm: str) -> str:
+    return arm.removesuffix(AGAIN)
+
+
+def begin(experiment: Experiment, now: float = 0.0) -> Trial:
+    """At its first stage, or with the weights of its config."""
+    if experiment.rollout is not None:
+        return Trial(allocate((), stage_weights(experiment, 0)), since=now, stage=0)
+    weights = dict.fromkeys(arms_of(experiment), 1.0) if experiment.aa else dict(experiment.arms)
+    return Trial(allocate((), {arm: weights[arm] for arm in arms_of(experiment)}), since=now)
+
+
+def stage_weights(experiment: Experiment, stage: int) -> dict[str, float]:
+    """The candidate has the stage's share, in %, and the baseline the rest."""
+    assert experiment.rollout is not None
+    baseline, candidate = arms_of(experiment)
+    share = experiment.rollout.stages[stage]
+    return {baseline: 100.0 - share, candidate: share}
+
+
+def allocate(old: Sequence[Segment], weights: Mapping[str, float]) -> tuple[Segment, ...]:
+    """The parts of each arm by its weight. Only as many parts change hands as must: an arm that shrinks gives away its last
+    ones, and everything else stays where it was."""
+    wanted = _whole_parts(weights)
+    kept: list[tuple[int, int, str]] = []
+    free: list[tuple[int, int]] = []
+    left = dict(wanted)
+    start = 0
+    for segment in old or (Segment(PARTS, ""),):
+        stays = min(segment.end - start, left.get(segment.arm, 0))
+        if stays:
+            kept.append((start, start + stays, segment.arm))
+            left[segment.arm] -= stays
+        if start + stays < segment.end:
+            free.append((start + stays, segment.end))
+        start = segment.end
+    for arm, missing in left.items():
+        while missing:
+            begins, ends = free.pop(0)
+            taken = min(missing, ends - begins)
+            kept.append((begins, begins + taken, arm))
+            missing -= taken
+            if begins + taken < ends:
+                free.insert(0, (begins + taken, ends))
+    return _merged(sorted(kept))
+
+
+def _merged(pieces: Sequence[tuple[int, int, str]]) -> tuple[Segment, ...]:
+    found: list[Segment] = []
+    for _, end, arm in pieces:
+        if found and found[-1].arm == arm:
+            found.pop()
+        found.append(Segment(end, arm))
+    return tuple(found)
+
+
+def _whole_parts(weights: Mapping[str, float]) -> dict[str, int]:
+    """By largest remainder: whole numbers that add up."""
+    total = sum(weights.values())
+    exact = {arm: weight / total * PARTS for arm, weight in weights.items()}
+    parts = {arm: int(value) for arm, value in exact.items()}
+    most_lost = sorted(exact, key=lambda arm: parts[arm] - exact[arm])
+    for arm in most_lost[: PARTS - sum(parts.values())]:
+        parts[arm] += 1
+    return parts
+
+
+def part_of(salt: str, unit: str) -> int:
+    """A unit's place: its salted hash (Kohavi et al. 2020, "Trustworthy Online Controlled Experiments", chapter 4)."""
+    digest = hashlib.blake2b(f"{salt}\0{unit}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) * PARTS >> 64
+
+
+def assign(salt: str, unit: str, segments: Sequence[Segment]) -> str:
+    """The arm of a unit. Pure: it changes only when its part changes hands."""
+    part = part_of(salt, unit)
+    return next(segment.arm for segment in segments if part < segment.end)
+
+
+def takes_part(config: Config, name: str, unit: str) -> bool:
+    """Not held out, and in the experiment's own slice of its layer: experiments of one layer share no unit."""
+    if config.evaluation.holdout and part_of("holdout", unit) < config.evaluation.holdout * PARTS:
+        return False
+    layer = config.experiments[name].layer
+    if layer is None:
+        return True
+    members = [each for each, experiment in config.experiments.items() if experiment.layer == layer]
+    shares = {each: config.experiments[each].layer_share or 1 / len(members) for each in members}
+    part, start = part_of(f"layer\0{layer}", unit), 0.0
+    for each in members:
+        if each == name:
+            return start * PARTS <= part < (start + shares[each]) * PARTS
+        start += shares[each]
+    return False
+
+
+def serve(config: Config, snapshot: Snapshot, tier: str, units: Units) -> Served:
     """Pure: the same arguments always give the same release."""
     asked = config.tiers[tier]
     if asked.release is not None:
         return Served(tier, asked.release)
     name = asked.experiment or ""
-    salt = config.experiments[name].salt or name
-    return Served(tier, assign(salt, unit, snapshot.weights[name]), name)
+    experiment = config.experiments[name]
+    unit = units.of(experiment.unit)
+    if not takes_part(config, name, unit):
+        return Served(tier, release_of(arms_of(experiment)[0]))
+    trial = snapshot.trials[name]
+    arm = assign(experiment.salt or name, unit, trial.segments)
+    digest = hashlib.blake2b(f"{name}\0{unit}".encode(), digest_size=8).hexdigest()
+    return Served(tier, release_of(arm), name, arm, trial.period, digest)
+
+
+def with_weights(trial: Trial, weights: Mapping[str, float], epoch: int, now: float, why: str) -> Trial:
+    """Moves the weights, which begins a new period."""
+    return replace(trial, segments=allocate(trial.segments, weights), period=epoch, since=now, why=why)
 
 
 def tier_of_release(config: Config, release: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -145,22 +144,6 @@ def pressed(threshold: float, load: float, start: float, most: float) -> float:
     if start >= 1.0:
         return threshold
     return threshold + most * min(1.0, max(0.0, (load - start) / (1.0 - start)))
-
-
-def assign(salt: str, unit: str, weights: Mapping[str, float]) -> str:
-    """The arm of a unit: its salted hash is a point in [0, 1), the arms are intervals as wide as their weights.
-
-    The same unit gets the same arm while the weights stay. Kohavi et al. 2020, "Trustworthy Online Controlled
-    Experiments", chapter 4, on hashing users to buckets.
-    """
-    digest = hashlib.blake2b(f"{salt}\0{unit}".encode(), digest_size=8).digest()
-    point = int.from_bytes(digest, "big") / 2**64 * sum(weights.values())
-    upper = 0.0
-    for arm, weight in weights.items():
-        upper += weight
-        if point < upper:
-            return arm
-    return [arm for arm, weight in weights.items() if weight > 0][-1]  # the point fell on the rounding at the end
 
 
 def named(tiers: Iterable[TierFacts], values: Sequence[float]) -> dict[str, float]:

@@ -44,6 +44,9 @@ class Store:
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         await self._call("SET", key, value, "PX", int(ttl_s * 1000))
 
+    async def delete(self, key: str) -> None:
+        await self._call("UNLINK", key)
+
     async def hash_set(self, key: str, field: str, value: bytes) -> None:
         await self._call("HSET", key, field, value)
 
@@ -53,6 +56,19 @@ class Store:
     async def hash_all(self, key: str) -> dict[str, bytes]:
         found: dict[bytes, bytes] = await self._call("HGETALL", key)
         return {name.decode(): value for name, value in found.items()}
+
+    async def list_all(self, key: str) -> list[bytes]:
+        found: list[bytes] = await self._call("LRANGE", key, 0, -1)
+        return found
+
+    async def stream_after(
+        self, key: str, position: str, most: int, wait_s: float
+    ) -> list[tuple[str, dict[bytes, bytes]]]:
+        """Entries after a position, as id and fields; waits for the first. On a store of its own:
+        everything else on the same connection waits with it, and `timeout_s` must be longer than `wait_s`."""
+        found = await self._call("XREAD", "COUNT", most, "BLOCK", int(wait_s * 1000), "STREAMS", key, position)
+        entries = found[0][1] if found else []
+        return [(place.decode(), dict(zip(flat[::2], flat[1::2], strict=True))) for place, flat in entries]
 
     async def script(self, lua: str, keys: list[str], *args: str | int | float | bytes) -> Any:
         """Runs a Lua script by its hash, or with its text when the server does not know it (any more)."""

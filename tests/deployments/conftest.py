@@ -15,6 +15,7 @@ import uvicorn
 from gearshift.deployments.gateway import create_app
 from gearshift.deployments.pipeline import Pipeline
 from gearshift.deployments.replicas import _Server, shared_socket
+from gearshift.deployments.samples import SampleLog
 from gearshift.platform import config_file
 from gearshift.platform.cache.exact import ExactCache
 from gearshift.platform.cache.limits import RateLimits
@@ -88,7 +89,9 @@ def serve(store: Store, anyio_backend: str) -> Serve:
             lambda: snapshot[-1],
         )
         token = "sesame" if config.telemetry.metrics_token_env else None
-        app = create_app(pipeline, config.gateway, Emitter(config.telemetry), lambda: None, token)
+        samples = SampleLog(store, config)
+        telling = asyncio.create_task(samples.run())
+        app = create_app(pipeline, config.gateway, Emitter(config.telemetry), lambda: None, samples, token)
         listener = shared_socket("127.0.0.1", 0)
         server = _Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve([listener]))
@@ -97,6 +100,7 @@ def serve(store: Store, anyio_backend: str) -> Serve:
         finally:
             server.should_exit = True
             await task
+            telling.cancel()
             await pipeline.settled()
 
     return running

@@ -13,7 +13,7 @@ from gearshift.deployments.control import SnapshotBoard, SnapshotHolder
 from gearshift.platform import config_file
 from gearshift.platform.cache.store import Store
 from gearshift.platform.errors import Conflict, InvalidRequest, NotFound
-from gearshift.router.arms import Snapshot
+from gearshift.router.arms import PARTS, Segment, Snapshot, Trial
 
 pytestmark = pytest.mark.anyio
 
@@ -43,7 +43,7 @@ async def test_every_gateway_takes_over_new_weights_and_a_late_one_reads_them(st
     await asyncio.sleep(0.1)
     new = await board.set_weights("x", {"b": 1})
     assert new.epoch == 1
-    await until(lambda: all(holder.current.weights["x"] == {"a": 0.0, "b": 1.0} for holder in holders[:2]))
+    await until(lambda: all(holder.current.trials["x"].weights == {"b": 1.0} for holder in holders[:2]))
     tasks.append(asyncio.create_task(board.follow(holders[2])))
     await until(lambda: holders[2].current.epoch == 1)
     for task in tasks:
@@ -51,14 +51,17 @@ async def test_every_gateway_takes_over_new_weights_and_a_late_one_reads_them(st
 
 
 async def test_weights_that_redis_has_lost_are_given_back_and_can_be_moved_again(store: Store) -> None:
-    board, holder = SnapshotBoard(store, CONFIG), SnapshotHolder(Snapshot(7, {"x": {"a": 0.0, "b": 1.0}}))
+    board, holder = (
+        SnapshotBoard(store, CONFIG),
+        SnapshotHolder(Snapshot(7, {"x": Trial((Segment(PARTS, "b"),), period=7)})),
+    )
     task = asyncio.create_task(board.follow(holder))
     async with asyncio.timeout(10):
         while (await board.read()).epoch != 7:
             await asyncio.sleep(0.01)
-    assert (await board.read()).weights == {"x": {"a": 0.0, "b": 1.0}}
+    assert (await board.read()).trials["x"].weights == {"b": 1.0}
     await board.set_weights("x", {"a": 1})
-    await until(lambda: holder.current.weights["x"] == {"a": 1.0, "b": 0.0})
+    await until(lambda: holder.current.trials["x"].weights == {"a": 1.0})
     task.cancel()
 
 
@@ -75,7 +78,7 @@ async def test_two_operators_can_t_overwrite_each_other(store: Store) -> None:
 
 async def test_an_older_snapshot_is_not_taken() -> None:
     holder = SnapshotHolder(Snapshot(5, {}))
-    holder.take(Snapshot(4, {"x": {"a": 1.0}}))
+    holder.take(Snapshot(4, {}))
     assert holder.current.epoch == 5
 
 
@@ -92,7 +95,7 @@ async def test_wrong_weights_change_nothing(store: Store) -> None:
 async def test_arms_that_are_no_longer_in_the_config_are_forgotten(store: Store) -> None:
     await SnapshotBoard(store, CONFIG).set_weights("x", {"b": 1})
     renamed = config_file.parse(TEXT.replace("arms: {a: 1, b: 0}", "arms: {a: 3}"))
-    assert (await SnapshotBoard(store, renamed).read()).weights == {"x": {"a": 3.0}}
+    assert (await SnapshotBoard(store, renamed).read()).trials["x"].weights == {"a": 1.0}
 
 
 async def test_who_is_up_is_known_until_it_leaves_or_falls_silent(store: Store) -> None:
@@ -116,9 +119,12 @@ async def test_admin_routes_need_the_token_and_say_what_is_wrong(store: Store) -
         assert (await client.get("/admin/status")).status_code == 401
         client.headers["authorization"] = "Bearer sesame"
         status = (await client.get("/admin/status")).json()
-        assert status["tiers"] == {"cheap": {"experiment": "x", "arms": {"a": 1.0, "b": 0.0}}}
-        moved = await client.put("/admin/experiments/x", json={"arms": {"b": 2}})
-        assert moved.json() == {"epoch": 1, "experiments": {"x": {"a": 0.0, "b": 2.0}}}
+        assert status["tiers"] == {
+            "cheap": {"experiment": "x", "arms": {"a": 1.0, "b": 0.0}, "status": "running", "why": ""}
+        }
+        moved = await client.put("/admin/experiments/x", json={"arms": {"b": 2}, "why": "b is better"})
+        found = {"arms": {"a": 0.0, "b": 1.0}, "status": "running", "stage": -1, "why": "b is better"}
+        assert moved.json() == {"epoch": 1, "experiments": {"x": found}}
         assert (await client.get("/admin/experiments")).json() == moved.json()
         wrong = await client.put("/admin/experiments/x", json={"arms": {"z": 2}})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "arms")

@@ -12,7 +12,7 @@ import pytest
 
 from gearshift.platform.engine.echo import EchoEngine
 from gearshift.platform.errors import EngineUnavailable, GearshiftError, UpstreamError
-from gearshift.router.arms import Snapshot
+from gearshift.router.arms import PARTS, Segment, Snapshot, Trial
 
 pytestmark = pytest.mark.anyio
 
@@ -309,7 +309,7 @@ async def test_the_operator_s_prompt_leads_and_is_not_redacted(serve: Any) -> No
 async def test_a_new_snapshot_moves_the_arm_of_the_next_request(serve: Any) -> None:
     async with serve() as gateway:
         before = await ask(gateway, "expensive")
-        gateway.snapshot.append(Snapshot(1, {"manners": {"large-v1": 0.0, "large-v2": 1.0}}))
+        gateway.snapshot.append(Snapshot(1, {"manners": Trial((Segment(PARTS, "large-v2"),), period=1)}))
         after = await ask(gateway, "expensive")
     assert before.headers["x-gearshift-release"] == "large-v1"
     assert after.headers["x-gearshift-release"] == "large-v2"

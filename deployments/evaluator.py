@@ -1,0 +1,369 @@
+"""The evaluator: reads what happened, keeps the evidence, and acts on it. Off the path of every request.
+
+Its state is in Redis, and is written in one step with its place in the stream of samples: whoever ends, starts again or is
+there twice takes in each sample once. What it decides follows from the stored evidence alone, so that a decision that a
+crash left undone is made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from gearshift.deployments.control import Change, SnapshotBoard, SnapshotHolder
+from gearshift.deployments.samples import BATCH, decode, stream_of
+from gearshift.eval import evidence as ev
+from gearshift.eval.evidence import Arm, Comparison, Evidence, Seen, Tally
+from gearshift.eval.rollout import Alert, Decision, decide, plan_of
+from gearshift.eval.scores import MEASURES, Score, feedback_value
+from gearshift.platform import telemetry
+from gearshift.platform.cache.store import Store, StoreAway
+from gearshift.platform.config import Config
+from gearshift.platform.request import JsonObject
+from gearshift.platform.samples import Asked, Feedback, Sample
+from gearshift.router.arms import Snapshot, arms_of
+from gearshift.router.trials import Advance, RollBack, carried_out
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.2
+"""For the next sample; then the clock alone may decide."""
+AWAY_S = 0.5
+REPORT_S = 0.5
+MOST_UNITS = 1_000_000
+"""What is remembered of an experiment's units, a measure and a unit each; units beyond count as new, each time they come."""
+POINTS = 400
+"""Of the track of an experiment; when there are more, every other one goes."""
+
+COMMIT = """
+-- KEYS: state, stream; ARGV: position expected, position new, state new, then key, field, value of each unit.
+-- 0 when somebody else has taken samples in since.
+local position = redis.call('HGET', KEYS[1], 'position') or '0-0'
+if position ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'position', ARGV[2], 'state', ARGV[3])
+redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
+redis.call('XDEL', KEYS[2], ARGV[2])
+for i = 4, #ARGV, 3 do redis.call('HSET', ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
+return 1
+"""
+
+
+class Point(msgspec.Struct, frozen=True, array_like=True):
+    """What could be said of one arm's measure at one time."""
+
+    at: float
+    count: int
+    measure: str
+    arm: str
+    value: float
+    baseline: float
+    low: float
+    high: float
+
+
+class State(msgspec.Struct):
+    """All that the evaluator knows, but for the units."""
+
+    evidence: dict[str, Evidence] = {}
+    releases: dict[str, dict[str, Tally]] = {}
+    tracks: dict[str, list[Point]] = {}
+    taken: int = 0
+
+
+class Evaluator:
+    """Owns the evidence. One a deployment; a second one takes over where the first one ended."""
+
+    def __init__(self, config: Config, store: Store, reading: Store, emitter: telemetry.Emitter) -> None:
+        """`reading`: a store of its own for waiting on samples."""
+        self._config = config
+        self._store = store
+        self._reading = reading
+        self._emitter = emitter
+        self._board = SnapshotBoard(store, config)
+        self.holder = SnapshotHolder(Snapshot.of(config))
+        self._key = store.key("evaluator")
+        self.state = State()
+        self._position = "0-0"
+        self._units: dict[str, dict[str, Seen]] = {}
+        self._changed: dict[tuple[str, str], Seen] = {}
+        self._outdated: list[str] = []
+        self._reported_at = 0.0
+        self.decisions: dict[str, Decision] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        following = asyncio.create_task(self._board.follow(self.holder))
+        try:
+            while True:
+                try:
+                    self.holder.take(await self._board.open())
+                    await self.load()
+                    while True:
+                        await self.step(WAIT_S)
+                except StoreAway:
+                    await asyncio.sleep(AWAY_S)
+        finally:
+            following.cancel()
+
+    async def load(self) -> None:
+        """Where the last one ended. Raises `StoreAway`."""
+        found = await self._store.hash_all(self._key)
+        self._position = found["position"].decode() if "position" in found else "0-0"
+        self.state = msgspec.msgpack.decode(found["state"], type=State) if "state" in found else State()
+        self._units, self._changed = {}, {}
+        for name, evidence in self.state.evidence.items():
+            units = await self._store.hash_all(self._units_key(name, evidence.period))
+            self._units[name] = {field: msgspec.msgpack.decode(value, type=Seen) for field, value in units.items()}
+
+    async def step(self, wait_s: float) -> int:
+        """Takes in what has come, decides, reports. Returns the number of entries. Raises `StoreAway`."""
+        entries = await self._reading.stream_after(stream_of(self._store), self._position, BATCH, wait_s)
+        for _, fields in entries:
+            try:
+                self._take(decode(fields))
+            except (msgspec.DecodeError, KeyError):
+                log.warning("a sample of another version was skipped")
+        if entries and not await self._commit(entries[-1][0]):
+            log.warning("another evaluator was here; going on from where it is")
+            await self.load()
+            return 0
+        await self._decide()
+        if time.monotonic() - self._reported_at > REPORT_S:
+            await self._report()
+        return len(entries)
+
+    def _take(self, entry: Sample | tuple[Asked, Feedback]) -> None:
+        self.state.taken += 1
+        if isinstance(entry, Sample):
+            scores = {name: measured.score(entry) for name, measured in MEASURES.items() if name != "feedback"}
+            self._count(entry.release, entry.experiment, entry.arm, entry.period, entry.unit, entry.exposed, scores, 1)
+            if entry.experiment and entry.exposed:
+                evidence = self.state.evidence[entry.experiment]
+                evidence.first_at, evidence.last_at = evidence.first_at or entry.at, entry.at
+            telemetry.SCORED.labels(entry.release).inc()
+            self._emitter.evaluated(entry.request_id, entry.trace, {n: (s.value, s.label) for n, s in scores.items()})
+            return
+        asked, feedback = entry
+        score = feedback_value(feedback)
+        self._count(
+            asked.release, asked.experiment, asked.arm, asked.period, asked.unit, asked.exposed, {"feedback": score}, 0
+        )
+        self._emitter.evaluated(feedback.request_id, "", {"feedback": (score.value, score.label)})
+
+    def _count(
+        self,
+        release: str,
+        experiment: str,
+        arm: str,
+        period: int,
+        unit: str,
+        exposed: bool,
+        scores: Mapping[str, Score],
+        exposures: int,
+    ) -> None:
+        tallies = self.state.releases.setdefault(release, {})
+        for name, score in scores.items():
+            tallies.setdefault(name, Tally()).add(MEASURES[name], score, None)
+        if experiment not in self._config.experiments or not exposed:
+            return
+        evidence = self._evidence_of(experiment, period)
+        if evidence is None:
+            return
+        counted = evidence.arms.setdefault(arm, Arm())
+        counted.exposures += exposures
+        if exposures and self._is_new(experiment, unit):
+            counted.units += 1
+        for name in plan_of(self._config.experiments[experiment]).measures:
+            if name in scores:
+                before = self._seen(experiment, name, unit)
+                after = counted.tallies.setdefault(name, Tally()).add(MEASURES[name], scores[name], before)
+                self._remember(experiment, name, unit, after)
+
+    def _evidence_of(self, experiment: str, period: int) -> Evidence | None:
+        """Of the latest period that anybody has heard of; None for an older one."""
+        known = self.state.evidence.get(experiment)
+        if known is None or period > known.period:
+            if known is not None:
+                self._outdated.append(self._units_key(experiment, known.period))
+            known = self.state.evidence[experiment] = Evidence(period)
+            self._units[experiment] = {}
+        return known if known.period == period else None
+
+    def _is_new(self, experiment: str, unit: str) -> bool:
+        """Whether the unit has not been exposed before."""
+        if self._config.experiments[experiment].unit == "request":
+            return True
+        if self._seen(experiment, "", unit) is not None:
+            return False
+        self._remember(experiment, "", unit, (0.0, 1))
+        return True
+
+    def _seen(self, experiment: str, measure: str, unit: str) -> Seen | None:
+        return self._units[experiment].get(f"{measure}\0{unit}")
+
+    def _remember(self, experiment: str, measure: str, unit: str, seen: Seen | None) -> None:
+        if seen is None or self._config.experiments[experiment].unit == "request":
+            return
+        known, field = self._units[experiment], f"{measure}\0{unit}"
+        if field in known or len(known) < MOST_UNITS:
+            known[field] = seen
+            key = self._units_key(experiment, self.state.evidence[experiment].period)
+            self._changed[key, field] = seen
+
+    def _units_key(self, experiment: str, period: int) -> str:
+        return self._store.key("units", experiment, str(period))
+
+    async def _commit(self, position: str) -> bool:
+        changed, self._changed = self._changed, {}
+        flat = [part for where, seen in changed.items() for part in (*where, msgspec.msgpack.encode(seen))]
+        done = await self._store.script(
+            COMMIT,
+            [self._key, stream_of(self._store)],
+            self._position,
+            position,
+            msgspec.msgpack.encode(self.state),
+            *flat,
+        )
+        if done:
+            self._position = position
+            for key in self._outdated:
+                await self._store.delete(key)
+            self._outdated.clear()
+        return bool(done)
+
+    async def _decide(self) -> None:
+        now = time.time()
+        for name, experiment in self._config.experiments.items():
+            snapshot = self.holder.current
+            trial = snapshot.trials[name]
+            evidence = self.state.evidence.get(name, Evidence(trial.period))
+            decision = self.decisions[name] = decide(experiment, trial, evidence, now)
+            for arm in arms_of(experiment)[1:]:
+                alarmed = isinstance(decision, Alert) and arm in decision.arms
+                telemetry.EXPERIMENT_ALERT.labels(name, arm).set(float(alarmed))
+            if isinstance(decision, Advance | RollBack):
+                await self._act(name, snapshot, decision, now)
+
+    async def _act(self, name: str, snapshot: Snapshot, step: Advance | RollBack, now: float) -> None:
+        experiment = self._config.experiments[name]
+        new = carried_out(experiment, name, snapshot, step, now)
+        if isinstance(step, RollBack):
+            what = f"rolled back {', '.join(step.arms)}"
+        else:
+            assert experiment.rollout is not None
+            what = f"stage {experiment.rollout.stages[step.stage]:g} %"
+        if not await self._board.write(snapshot, new, Change(new.epoch, now, "evaluator", name, what, step.why)):
+            self.holder.take(await self._board.read())  # somebody changed something: look again with it
+            return
+        self.holder.take(new)
+        log.warning("experiment %s: %s: %s", name, what, step.why)
+        if isinstance(step, RollBack):
+            for arm in step.arms:
+                telemetry.ROLLBACKS.labels(name, arm).inc()
+        await self._report()
+
+    async def _report(self) -> None:
+        """For whoever asks: a page of JSON in Redis, so that nobody has to ask the evaluator itself."""
+        self._reported_at = time.monotonic()
+        page = {
+            "at": time.time(),
+            "taken": self.state.taken,
+            "experiments": {name: self._experiment(name) for name in self._config.experiments},
+            "releases": {
+                name: {measure: _told(measure, tally) for measure, tally in tallies.items() if tally.count}
+                for name, tallies in self.state.releases.items()
+            },
+        }
+        await self._store.hash_set(self._key, "report", msgspec.json.encode(page))
+
+    def _experiment(self, name: str) -> JsonObject:
+        experiment, trial = self._config.experiments[name], self.holder.current.trials[name]
+        plan, evidence = plan_of(experiment), self.state.evidence.get(name, Evidence(trial.period))
+        compared = ev.compare(plan, evidence)
+        mismatch = ev.shares_differ(evidence, trial.weights) if evidence.period == trial.period else None
+        self._track(name, evidence, compared)
+        _gauge(name, evidence, compared, mismatch)
+        decision = self.decisions.get(name)
+        return {
+            "status": trial.status,
+            "stage": trial.stage,
+            "stages": experiment.rollout.stages if experiment.rollout else [],
+            "since": trial.since,
+            "period": trial.period,
+            "evidence_period": evidence.period,
+            "why": trial.why,
+            "next": getattr(decision, "why", ""),
+            "baseline": plan.baseline,
+            "unit": experiment.unit,
+            "alpha": experiment.alpha,
+            "guards": dict(experiment.guards),
+            "mismatch": mismatch,
+            "arms": {
+                arm: {
+                    "weight": trial.weights.get(arm, 0.0),
+                    "exposures": evidence.arms.get(arm, Arm()).exposures,
+                    "units": evidence.arms.get(arm, Arm()).units,
+                    "unscored": {m: t.unscored for m, t in evidence.arms.get(arm, Arm()).tallies.items() if t.unscored},
+                }
+                for arm in arms_of(experiment)
+            },
+            "measures": [_shown(each) for each in compared],
+            "track": [list(point) for point in map(msgspec.to_builtins, self.state.tracks.get(name, []))],
+        }
+
+    def _track(self, name: str, evidence: Evidence, compared: list[Comparison]) -> None:
+        """A point whenever a twentieth more has come."""
+        count = sum(arm.exposures for arm in evidence.arms.values())
+        track = self.state.tracks.setdefault(name, [])
+        last = track[-1].count if track else 0
+        if last < count < last * 1.05:
+            return
+        if count == last or not count:
+            return
+        if count < last:  # a new period
+            track.clear()
+        for each in compared:
+            if each.verdict not in ("not measured", "too few"):
+                low, high = _finite(each.interval.low), _finite(each.interval.high)
+                values = each.value, each.baseline_value, low, high
+                track.append(Point(evidence.last_at, count, each.measure, each.arm, *values))
+        if len(track) > POINTS:
+            counts = sorted({point.count for point in track})[::2]
+            self.state.tracks[name] = [point for point in track if point.count in counts]
+
+
+def _gauge(name: str, evidence: Evidence, compared: list[Comparison], mismatch: float | None) -> None:
+    for arm, seen in evidence.arms.items():
+        telemetry.EXPERIMENT_EXPOSURES.labels(name, arm).set(seen.exposures)
+        for measure, tally in seen.tallies.items():
+            if tally.count:
+                telemetry.EXPERIMENT_VALUE.labels(name, arm, measure).set(ev.value_of(MEASURES[measure], tally))
+    telemetry.EXPERIMENT_MISMATCH.labels(name).set(float(mismatch is not None))
+
+
+def _shown(comparison: Comparison) -> dict[str, Any]:
+    shown = asdict(comparison)
+    for key in ("baseline_value", "value"):
+        shown[key] = _or_none(shown[key])
+    shown["interval"] = [_or_none(comparison.interval.low), _or_none(comparison.interval.high)]
+    shown["kind"] = MEASURES[comparison.measure].kind
+    shown["unit"] = MEASURES[comparison.measure].unit
+    return shown
+
+
+def _told(measure: str, tally: Tally) -> JsonObject:
+    return {"value": _or_none(ev.value_of(MEASURES[measure], tally)), "count": tally.count, "unscored": tally.unscored}
+
+
+def _or_none(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None
+
+
+def _finite(value: float) -> float:
+    return max(-1e9, min(1e9, value))
