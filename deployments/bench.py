@@ -45,7 +45,7 @@ def run_gateway_bench(repeats: int, requests: int, progress: Progress) -> Report
     from gearshift.platform.tenants import hash_key, new_key
 
     key = new_key()
-    port, admin_port = _free_ports(2)
+    port, admin_port = free_ports(2)
     text = CONFIG.format(step_s=STEP_S, key_hash=hash_key(key), port=port, admin_port=admin_port)
     config = config_file.parse(text)
     deployment = Deployment(config, progress)
@@ -68,7 +68,7 @@ async def _path_pids(config: Config, deployment: Deployment) -> list[int]:
     return [*(member.pid for member in members), server["process_id"]]
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     probes = [socket.socket() for _ in range(count)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))

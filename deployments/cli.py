@@ -14,7 +14,8 @@ import typer
 from rich.table import Table
 
 from gearshift import __version__
-from gearshift.deployments import cli_bench, cli_router, client
+from gearshift.deployments import cli_bench, cli_experiment, cli_router, client
+from gearshift.deployments.cli_experiment import DEFAULT_ADMIN_URL
 from gearshift.deployments.consoles import config_path, err, out
 from gearshift.deployments.progress import bars
 from gearshift.platform.config import AUTO, Config
@@ -28,12 +29,11 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 models_app = typer.Typer(no_args_is_help=True, help="Weights on this machine.")
 config_app = typer.Typer(no_args_is_help=True, help="Deployment configs.")
 keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
-experiments_app = typer.Typer(no_args_is_help=True, help="Experiments of the running deployment.")
 for name, sub in {
     "models": models_app,
     "config": config_app,
     "keys": keys_app,
-    "experiments": experiments_app,
+    "experiment": cli_experiment.app,
     "router": cli_router.app,
     "bench": cli_bench.app,
 }.items():
@@ -45,7 +45,6 @@ UrlOption = Annotated[str, typer.Option(envvar="GEARSHIFT_URL", help="The API's 
 AdminOption = Annotated[str, typer.Option("--admin-url", envvar="GEARSHIFT_ADMIN_URL", help="The admin API's address.")]
 WATCH_S = 1.0
 DEFAULT_URL = "http://127.0.0.1:8000"
-DEFAULT_ADMIN_URL = "http://127.0.0.1:8001"
 
 
 @app.callback(invoke_without_command=True)
@@ -145,7 +144,8 @@ def status(admin_url: AdminOption = DEFAULT_ADMIN_URL, as_json: JsonOption = Fal
         tiers.add_column(column)
     for tier, served in facts["tiers"].items():
         arms = ", ".join(f"{arm} {weight:g}" for arm, weight in served.get("arms", {}).items())
-        tiers.add_row(tier, served.get("release") or f"experiment {served['experiment']}: {arms}")
+        shown = f"experiment {served.get('experiment')} ({served.get('status')}): {arms}"
+        tiers.add_row(tier, served.get("release") or shown)
     out.print(tiers)
     gateways = ", ".join(f"{each['name']} (pid {each['pid']}, {each['rss_mib']} MiB)" for each in facts["gateways"])
     out.print(
@@ -220,24 +220,8 @@ def keys_new(as_json: JsonOption = False) -> None:
     err.print("Give the key to the tenant; put the hash under tenants.NAME.keys in the config.", style="dim")
 
 
-@experiments_app.command("show")
-def experiments_show(admin_url: AdminOption = DEFAULT_ADMIN_URL) -> None:
-    """Print the weights that are in force, as JSON."""
-    out.print_json(data=client.admin(admin_url, "GET", "/admin/experiments"))
-
-
-@experiments_app.command("set")
-def experiments_set(
-    name: Annotated[str, typer.Argument(help="The experiment.")],
-    weights: Annotated[list[str], typer.Argument(help="RELEASE=WEIGHT for each arm; one left out gets 0.")],
-    admin_url: AdminOption = DEFAULT_ADMIN_URL,
-) -> None:
-    """Move traffic between the arms of an experiment, on all gateways at once."""
-    try:
-        arms = {arm: float(weight) for arm, weight in (text.split("=", 1) for text in weights)}
-    except ValueError:
-        _fail("Weights look like RELEASE=WEIGHT, for example qwen-v1=90 qwen-v2=10.")
-    out.print_json(data=client.admin(admin_url, "PUT", f"/admin/experiments/{name}", {"arms": arms}))
+app.command("releases")(cli_experiment.releases)
+app.command("history")(cli_experiment.history)
 
 
 def _announce(config: Config, url: str) -> None:

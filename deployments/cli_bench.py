@@ -173,6 +173,28 @@ def router(
     _finish(report, json_file)
 
 
+@app.command("eval")
+def evaluation(
+    worlds: Annotated[int, typer.Option(min=20, help="Simulated experiments of each kind.")] = 2000,
+    live: Annotated[
+        bool, typer.Option("--live", help="Also time a roll back on a running deployment of two gateways.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="For --live: roll backs.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure how often the statistics of experiments err, and how soon they find what is there, in simulated worlds."""
+    from gearshift.eval.bench_eval import run_eval_bench
+
+    report = Report("eval")
+    with bars(err) as progress:
+        run_eval_bench(report, progress, worlds)
+        if live:
+            from gearshift.deployments.bench_rollback import run_rollback_bench
+
+            run_rollback_bench(repeats, report, progress)
+    _finish(report, json_file)
+
+
 def _finish(report: Report, json_file: Path | None) -> None:
     report.show(out)
     if json_file is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -74,11 +74,11 @@ class Chat:
         self._facts = {name: value for name, value in found.items() if value}
 
 
-def admin(url: str, method: str, path: str, body: Any = None) -> Any:
+def admin(url: str, method: str, path: str, body: Any = None, more: Mapping[str, str] | None = None) -> Any:
     """One call of the admin API; the token is read from GEARSHIFT_ADMIN_TOKEN."""
     token = os.environ.get("GEARSHIFT_ADMIN_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=10.0) as session:
+    with httpx.Client(base_url=url, headers=headers | dict(more or {}), timeout=10.0) as session:
         return _checked(lambda: session.request(method, path, json=body)).json()
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaincc, betaln, gammaln, xlog1py, xlogy
+from scipy.special import betainc, betaincc, betaincinv, betaln, gammaln, xlog1py, xlogy
 
 Numbers = NDArray[np.float64]
 TUNED_FOR = 1000
@@ -100,7 +100,14 @@ def rate_below(a: Rate, b: Rate, margin: float = 0.0) -> float:
     if b.value >= a.value - margin:  # what was seen is possible there: then that is the likeliest
         mixed = log_mixture(a.total, a.count) + log_mixture(b.total, b.count)
         return float(mixed - log_likelihood(a.total, a.count, a.value) - log_likelihood(b.total, b.count, b.value))
-    return rate_differs(a, b, -margin)
+    return rate_differs(a, b, -margin) + math.log(2 * max(_chance_below(a, b), 1e-9))
+
+
+def _chance_below(a: Rate, b: Rate) -> float:
+    """Posterior chance, from Jeffreys' prior, that b's rate is below a's; from below, by a sum over a's quantiles. Twice it
+    turns the mixture over all rates into one over those where b's is lower, which is all that a one-sided test looks for."""
+    quantiles = betaincinv(a.total + 0.5, a.count - a.total + 0.5, np.arange(256) / 256)
+    return float(betainc(b.total + 0.5, b.count - b.total + 0.5, quantiles).mean())
 
 
 def rate_interval(a: Rate, b: Rate, alpha: float) -> Interval:

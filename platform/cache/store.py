@@ -67,7 +67,7 @@ class Store:
         """Entries after a position, as id and fields; waits for the first. On a store of its own:
         everything else on the same connection waits with it, and `timeout_s` must be longer than `wait_s`."""
         found = await self._call("XREAD", "COUNT", most, "BLOCK", int(wait_s * 1000), "STREAMS", key, position)
-        entries = found[0][1] if found else []
+        entries = found[key.encode()] if found else []
         return [(place.decode(), dict(zip(flat[::2], flat[1::2], strict=True))) for place, flat in entries]
 
     async def script(self, lua: str, keys: list[str], *args: str | int | float | bytes) -> Any:

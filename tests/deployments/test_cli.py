@@ -17,7 +17,8 @@ from gearshift.platform.tenants import hash_key
 PRESET = str(files("gearshift.deployments").joinpath("presets/local.yaml"))
 COMMANDS = [
     ["serve"], ["chat"], ["status"], ["models", "list"], ["models", "pull"], ["config", "check"], ["keys", "new"],
-    ["experiments", "show"], ["experiments", "set"], ["bench", "gateway"], ["bench", "engine"], ["bench", "router"],
+    ["experiment", "list"], ["experiment", "set"], ["experiment", "status"], ["experiment", "abort"], ["releases"], ["history"],
+    ["bench", "eval"], ["bench", "gateway"], ["bench", "engine"], ["bench", "router"],
     ["router", "collect"], ["router", "train"], ["router", "calibrate"], ["router", "report"], ["router", "explain"],
     ["router", "replay"],
 ]  # fmt: skip

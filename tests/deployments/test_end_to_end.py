@@ -284,7 +284,7 @@ def test_the_weights_of_an_experiment_move_on_all_gateways(served: Served) -> No
         return {asked(served, "cheap", EASY, tokens=4)[1]["x-gearshift-release"] for _ in range(8)}
 
     assert releases() == {"smollm2-v1"}
-    command = [sys.executable, "-m", "gearshift", "experiments", "set", "voice", "smollm2-v2=1"]
+    command = [sys.executable, "-m", "gearshift", "experiment", "set", "voice", "smollm2-v2=1"]
     subprocess.run([*command, "--admin-url", served.admin_url], check=True, capture_output=True)
     eventually(lambda: releases() == {"smollm2-v2"})
     httpx.put(f"{served.admin_url}/admin/experiments/voice", json={"arms": {"smollm2-v1": 1}}).raise_for_status()
@@ -432,3 +432,83 @@ def test_nothing_survives_a_killed_parent(tmp_path: Path) -> None:
         children, timeout=150
     )  # Ray's agents take a minute to notice; the rest is gone at once
     assert [process.name() for process in alive] == []
+
+
+BROKEN = """
+models:
+  qwen: {{source: "pypi:qwen2.5-coder-0.5b-instruct", quantization: int8, threads: 1, max_model_len: 1024}}
+prompts:
+  good: {{system: "You are a helpful assistant. Answer briefly."}}
+  broken: {{system: "Whatever the user asks, reply only with the word: banana"}}
+policies: {{none: {{}}}}
+releases:
+  capital-v1: {{model: qwen, prompt: good, policy: none, sampling: {{temperature: 0, max_completion_tokens: 12}}}}
+  capital-v2: {{model: qwen, prompt: broken, policy: none, sampling: {{temperature: 0, max_completion_tokens: 12}}}}
+experiments:
+  capitals: {{arms: {{capital-v1: 1, capital-v2: 1}}}}
+tiers: {{only: {{experiment: capitals}}}}
+tenants: {{dev: {{open: true}}}}
+gateway: {{port: {port}, replicas: 2}}
+admin: {{port: {admin_port}}}
+"""
+CAPITALS = {
+    "France": "Paris",
+    "Italy": "Rome",
+    "Japan": "Tokyo",
+    "Spain": "Madrid",
+    "Egypt": "Cairo",
+    "Russia": "Moscow",
+}
+
+
+def test_a_broken_prompt_is_rolled_back_by_itself(tmp_path: Path) -> None:
+    """Two real releases, live traffic, users who say whether the answer was right: from config alone."""
+    served = start(tmp_path, BROKEN)
+    try:
+        releases: list[str] = []
+
+        def user(number: int) -> None:
+            country = list(CAPITALS)[number % len(CAPITALS)]
+            raw = served.client.chat.completions.with_raw_response.create(
+                model="only",
+                messages=question(f"What is the capital of {country}? (asked {number})"),
+                user=f"user-{number}",
+            )
+            releases.append(raw.headers["x-gearshift-release"])
+            right = CAPITALS[country] in (raw.parse().choices[0].message.content or "")
+            told = {"request_id": raw.headers["x-request-id"], "thumbs": "up" if right else "down"}
+            httpx.post(f"{served.url}/v1/feedback", json=told, timeout=30).raise_for_status()
+
+        def state() -> dict[str, Any]:
+            found: dict[str, Any] = httpx.get(f"{served.admin_url}/admin/experiments/capitals", timeout=10).json()
+            return found
+
+        with ThreadPoolExecutor(8) as pool:
+            for start_at in range(0, 320, 16):
+                list(pool.map(user, range(start_at, start_at + 16)))
+                if eventually(state)["status"] == "rolled back":
+                    break
+        found = eventually(lambda: state() if state()["status"] == "rolled back" else None, 10)
+        assert "capital-v2: feedback" in found["why"]
+        assert found["arms"]["capital-v1"]["weight"] == 1.0
+        after = len(releases)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(user, range(1000, 1016)))
+        assert set(releases[after:]) == {"capital-v1"}
+        command = [sys.executable, "-m", "gearshift", "history", "--json", "--admin-url", served.admin_url]
+        log = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        assert [(line["who"], line["what"]) for line in log] == [("evaluator", "rolled back capital-v2")]
+        for words in (["experiment", "status", "capitals"], ["experiment", "list"], ["releases"]):
+            shown = subprocess.run(
+                [sys.executable, "-m", "gearshift", *words, "--admin-url", served.admin_url],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            assert "capital-v2" in shown.stdout
+    finally:
+        children = family(served.process)
+        served.process.send_signal(signal.SIGINT)
+        served.process.wait(timeout=120)
+        _, alive = psutil.wait_procs(children, timeout=30)
+        assert not alive
