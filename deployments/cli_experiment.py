@@ -49,12 +49,15 @@ def status(
     if plot is not None:
         from gearshift.eval.experiment_plot import draw
 
-        draw(name, found, plot)
+        draw(name, found["decided"] or found, plot)
     if as_json:
         out.print_json(data=found)
         return
     for line in _head(name, found):
         out.print(line, highlight=False)
+    if found["decided"]:
+        out.print("What follows is what was known when it was rolled back.", highlight=False)
+        found = found["decided"]
     arms = Table(title="Arms", title_justify="left")
     for column in ("arm", "share", "exposures", f"{found['unit']}s"):
         arms.add_column(column, justify="left" if column == "arm" else "right")

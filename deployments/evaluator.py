@@ -73,6 +73,8 @@ class State(msgspec.Struct):
     evidence: dict[str, Evidence] = {}
     releases: dict[str, dict[str, Tally]] = {}
     tracks: dict[str, list[Point]] = {}
+    decided: dict[str, bytes] = {}
+    """Of each experiment that was rolled back: what was known then, as JSON."""
     taken: int = 0
 
 
@@ -254,6 +256,7 @@ class Evaluator:
         experiment = self._config.experiments[name]
         new = carried_out(experiment, name, snapshot, step, now)
         if isinstance(step, RollBack):
+            self.state.decided[name] = msgspec.json.encode(self._experiment(name))
             what = f"rolled back {', '.join(step.arms)}"
         else:
             assert experiment.rollout is not None
@@ -289,8 +292,9 @@ class Evaluator:
         mismatch = ev.shares_differ(evidence, trial.weights) if evidence.period == trial.period else None
         self._track(name, evidence, compared)
         _gauge(name, evidence, compared, mismatch)
-        decision = self.decisions.get(name)
+        decision, decided = self.decisions.get(name), self.state.decided.get(name)
         return {
+            "decided": msgspec.json.decode(decided) if decided and trial.status == "rolled back" else None,
             "status": trial.status,
             "stage": trial.stage,
             "stages": experiment.rollout.stages if experiment.rollout else [],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from gearshift.eval.plot import pyplot
 from gearshift.eval.scores import MEASURES
 from gearshift.platform.errors import ConfigError
 from gearshift.platform.request import JsonObject
+
+COLUMNS = 3
+WIDEST_RATIO = 4.0
 
 
 def draw(name: str, found: JsonObject, path: Path) -> None:
@@ -17,10 +21,13 @@ def draw(name: str, found: JsonObject, path: Path) -> None:
     if not measures:
         raise ConfigError(f"--plot: {name} has nothing to draw yet")
     plt = pyplot()
-    figure, axes = plt.subplots(
-        1, len(measures), figsize=(4.4 * len(measures), 3.6), layout="constrained", squeeze=False
-    )
-    for axis, measure in zip(axes[0], measures, strict=True):
+    rows = math.ceil(len(measures) / COLUMNS)
+    columns = min(COLUMNS, len(measures))
+    size = (4.2 * columns, 3.2 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes.flat[len(measures) :]:
+        axis.set_visible(False)
+    for axis, measure in zip(axes.flat, measures, strict=False):
         ratio = MEASURES[measure].kind == "p95"
         for number, arm in enumerate(arm for arm in found["arms"] if arm != found["baseline"]):
             points = [point for point in track if point[2] == measure and point[3] == arm]
@@ -32,7 +39,10 @@ def draw(name: str, found: JsonObject, path: Path) -> None:
         axis.axhline(1 if ratio else 0, color="black", linewidth=0.8)
         axis.set(title=measure, xlabel="exposures", xscale="log")
         axis.set_ylabel("ratio to the baseline" if ratio else "difference from the baseline")
+        if ratio:  # an interval that is still open at an end fills the panel
+            axis.set(yscale="log", ylim=(1 / WIDEST_RATIO, WIDEST_RATIO))
+            axis.set_yticks([0.25, 0.5, 1, 2, 4], ["¼", "½", "1", "2", "4"])
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
