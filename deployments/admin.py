@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,12 +19,17 @@ from pydantic import BaseModel, ConfigDict
 from gearshift import __version__
 from gearshift.deployments import registry
 from gearshift.deployments.control import SnapshotBoard
+from gearshift.deployments.plan import plan
+from gearshift.deployments.replicas import Place
+from gearshift.deployments.revisions import Kind, Revision, Revisions
+from gearshift.platform import config_file
 from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.config import Config
-from gearshift.platform.errors import GearshiftError, NotFound, StoreUnavailable, public
+from gearshift.platform.errors import ConfigError, GearshiftError, InvalidRequest, NotFound, StoreUnavailable, public
 from gearshift.platform.request import JsonObject
 from gearshift.platform.tenants import require_token
 from gearshift.router.arms import Snapshot
+from gearshift.router.router import Router
 
 Who = Annotated[str, Header()]
 """Who acts, for the log; it is not checked."""
@@ -47,9 +53,31 @@ class Reason(BaseModel):
     why: str = ""
 
 
-def create_admin_app(config: Config, store: Store, environ: Mapping[str, str]) -> FastAPI:
-    token = environ[config.admin.token_env] if config.admin.token_env else None
-    board = SnapshotBoard(store, config)
+class NewRevision(BaseModel):
+    """Body of `POST /admin/revisions`. config: with every default filled in, as JSON. based_on: the revision that was serving
+    when it was planned; 0 takes whatever serves now."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: dict[str, Any]
+    based_on: int = 0
+    why: str = ""
+
+
+class Back(BaseModel):
+    """Body of `POST /admin/rollback`; the revision before the one that serves when it is left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    revision: int | None = None
+    why: str = ""
+
+
+def create_admin_app(serving: Callable[[], Config], store: Store, environ: Mapping[str, str]) -> FastAPI:
+    """`serving`: the config of the present revision."""
+    token_env = serving().admin.token_env
+    token = environ[token_env] if token_env else None
+    revisions = Revisions(store)
     started = time.time()
 
     def guard(authorization: str = Header(default="")) -> None:
@@ -59,50 +87,88 @@ def create_admin_app(config: Config, store: Store, environ: Mapping[str, str]) -
 
     @app.get("/admin/status")
     async def status() -> JsonObject:
-        members, snapshot = await registry.members(store), await board.read()
+        members, snapshot = await registry.members(store), await SnapshotBoard(store, serving()).read()
+        head = await revisions.head()
         return {
+            "revision": head.serving,
+            "applying": 0 if head.settled else head.target,
             "version": __version__,
             "uptime_s": round(time.time() - started, 1),
             "gateways": [_member(member) for member in members if not member.model],
-            "engines": [_member(member) for member in members if member.model in config.models],
+            "engines": [_member(member) for member in members if member.model not in ("", registry.EVALUATOR)],
             "evaluators": [_member(member) for member in members if member.model == registry.EVALUATOR],
-            "tiers": {name: _tier(config, snapshot, name) for name in config.tiers},
+            "tiers": {name: _tier(serving(), snapshot, name) for name in serving().tiers},
             "epoch": snapshot.epoch,
         }
 
     @app.get("/admin/experiments")
     async def experiments() -> JsonObject:
-        return _snapshot(config, await board.read())
+        return _snapshot(serving(), await SnapshotBoard(store, serving()).read())
 
     @app.get("/admin/experiments/{name}")
     async def experiment(name: str) -> JsonObject:
         """What the evaluator last said of it."""
         found = (await evaluated(store))["experiments"].get(name)
         if found is None:
-            raise NotFound(f"There is no experiment {name!r}; there are: {', '.join(config.experiments) or 'none'}.")
+            raise NotFound(f"There is no experiment {name!r}; there are: {', '.join(serving().experiments) or 'none'}.")
         return dict(found)
 
     @app.put("/admin/experiments/{name}")
     async def set_weights(name: str, body: Weights, x_gearshift_who: Who = "") -> JsonObject:
-        return _snapshot(config, await board.set_weights(name, body.arms, x_gearshift_who, body.why))
+        return _snapshot(
+            serving(), await SnapshotBoard(store, serving()).set_weights(name, body.arms, x_gearshift_who, body.why)
+        )
 
     @app.post("/admin/experiments/{name}/{action}")
     async def act(name: str, action: Action, body: Reason, x_gearshift_who: Who = "") -> JsonObject:
         who, why = x_gearshift_who, body.why
         if action in ("pause", "resume"):
-            return _snapshot(config, await board.pause(name, action == "pause", who, why))
+            return _snapshot(serving(), await SnapshotBoard(store, serving()).pause(name, action == "pause", who, why))
         if action == "advance":
-            return _snapshot(config, await board.advance(name, who, why))
-        return _snapshot(config, await board.abort(name, who, why))
+            return _snapshot(serving(), await SnapshotBoard(store, serving()).advance(name, who, why))
+        return _snapshot(serving(), await SnapshotBoard(store, serving()).abort(name, who, why))
 
     @app.get("/admin/changes")
     async def changes() -> JsonObject:
-        return {"changes": [msgspec.to_builtins(change) for change in await board.changes()]}
+        return {"changes": [msgspec.to_builtins(change) for change in await SnapshotBoard(store, serving()).changes()]}
 
     @app.get("/admin/releases")
     async def releases() -> JsonObject:
-        snapshot, scores = await board.read(), (await evaluated(store))["releases"]
-        return {"releases": [_release(config, snapshot, name, scores.get(name, {})) for name in config.releases]}
+        snapshot, scores = await SnapshotBoard(store, serving()).read(), (await evaluated(store))["releases"]
+        return {"releases": [_release(serving(), snapshot, name, scores.get(name, {})) for name in serving().releases]}
+
+    @app.get("/admin/revisions")
+    async def history() -> JsonObject:
+        found, head = await revisions.all(), await revisions.head()
+        return {"head": msgspec.to_builtins(head), "revisions": [_revision(each) for each in found]}
+
+    @app.get("/admin/revisions/{number}")
+    async def revision(number: int) -> JsonObject:
+        found = await revisions.get(number)
+        return _revision(found) | {"config": msgspec.json.decode(found.config)}
+
+    @app.post("/admin/revisions")
+    async def apply(body: NewRevision, x_gearshift_who: Who = "") -> JsonObject:
+        new = config_file.parse(json.dumps(body.config), "revision")
+        return await _begin(new, body.based_on, x_gearshift_who, body.why, "apply", 0)
+
+    @app.post("/admin/rollback")
+    async def rollback(body: Back, x_gearshift_who: Who = "") -> JsonObject:
+        number = body.revision or before((await revisions.all()), (await revisions.head()).serving)
+        return await _begin((await revisions.get(number)).parsed(), 0, x_gearshift_who, body.why, "rollback", number)
+
+    async def _begin(new: Config, based_on: int, who: str, why: str, kind: Kind, of: int) -> JsonObject:
+        """Refused at once where that can be told; what the replicas say comes later, in the head's outcome."""
+        planned = plan(serving(), new)
+        if planned.refused:
+            raise ConfigError(
+                "A running deployment can't change these; restart it with the new file:\n" + "\n".join(planned.refused)
+            )
+        if planned.empty:
+            raise InvalidRequest("Nothing would change.")
+        Router(new)
+        based_on = based_on or (await revisions.head()).serving
+        return _revision(await revisions.begin(new, based_on, who, why, kind, of))
 
     @app.exception_handler(GearshiftError)
     async def on_error(_: Request, error: GearshiftError) -> Response:
@@ -120,9 +186,9 @@ def create_admin_app(config: Config, store: Store, environ: Mapping[str, str]) -
 class AdminServer:
     """Serves the admin app from a thread of the process that owns the deployment."""
 
-    def __init__(self, config: Config, redis_url: str) -> None:
-        self._config = config
-        self._redis_url = redis_url
+    def __init__(self, serving: Callable[[], Config], place: Place) -> None:
+        self._serving = serving
+        self._place = place
         self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="admin", daemon=True)
         self._thread.start()
@@ -133,9 +199,8 @@ class AdminServer:
         self._thread.join(timeout=5)
 
     async def _serve(self) -> None:
-        redis, admin = self._config.redis, self._config.admin
-        store = Store(self._redis_url, redis.namespace, redis.timeout_s)
-        app = create_admin_app(self._config, store, os.environ)
+        admin, store = self._serving().admin, self._place.store()
+        app = create_admin_app(self._serving, store, os.environ)
         self._server = uvicorn.Server(
             uvicorn.Config(app, host=admin.host, port=admin.port, log_config=None, access_log=False, lifespan="off")
         )
@@ -145,12 +210,15 @@ class AdminServer:
 
 def _member(member: registry.Member) -> JsonObject:
     shown: JsonObject = {"name": member.name, "pid": member.pid, "rss_mib": round(member.rss_bytes / 2**20)}
+    if member.revision:
+        shown["revision"] = member.revision
     if member.model and member.model != registry.EVALUATOR:
         stats = member.stats
         used, total = stats.kv_blocks_used, stats.kv_blocks_total
         queries, hits = stats.prefix_queries, stats.prefix_hits
         shown |= {
-            "model": member.model,
+            "model": member.model.partition("@")[0],
+            "instance": member.model,
             "running": stats.running,
             "waiting": stats.waiting,
             "kv_usage": round(used / total, 4) if total else 0.0,
@@ -211,6 +279,30 @@ def _release(config: Config, snapshot: Snapshot, name: str, scores: JsonObject) 
         "cache_generation": snapshot.generations.get(name, 0),
         "scores": scores,
     }
+
+
+def _revision(revision: Revision) -> JsonObject:
+    return {
+        "number": revision.number,
+        "at": revision.at,
+        "who": revision.who,
+        "why": revision.why,
+        "kind": revision.kind,
+        "of": revision.of,
+    }
+
+
+def before(revisions: Sequence[Revision], serving: int) -> int:
+    """The revision that a roll back goes to when nobody says: the last one that differs from what serves, and is none of those
+    that were rolled back from. Raises `InvalidRequest`."""
+    if not serving:
+        raise InvalidRequest("Nothing serves yet.")
+    here = revisions[serving - 1]
+    first = here.of or here.number
+    older = [each.number for each in revisions[: first - 1] if each.config != here.config]
+    if not older:
+        raise InvalidRequest("There is no older revision to go back to.")
+    return older[-1]
 
 
 async def evaluated(store: Store) -> JsonObject:

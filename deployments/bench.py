@@ -59,7 +59,7 @@ def run_gateway_bench(repeats: int, requests: int, progress: Progress) -> Report
 
 async def _path_pids(config: Config, deployment: Deployment) -> list[int]:
     """Gateways, engines and Redis: every process that a request passes through."""
-    store = deployment.place.store(config)
+    store = deployment.place.store()
     members = await registry.members(store)
     await store.close()
     client = redis.asyncio.Redis.from_url(deployment.place.redis_url)

@@ -76,7 +76,7 @@ def run_rollback_bench(repeats: int, report: Report, progress: Progress) -> None
 async def _measure(
     config: Config, deployment: Deployment, repeats: int, progress: Progress
 ) -> list[tuple[float, float, float, float, float]]:
-    store = deployment.place.store(config, timeout_s=5.0)
+    store = deployment.place.store(5.0)
     board = SnapshotBoard(store, config)
     found = []
     async with httpx.AsyncClient(base_url=deployment.url, timeout=60, limits=httpx.Limits(max_connections=200)) as http:

@@ -14,10 +14,11 @@ import typer
 from rich.table import Table
 
 from gearshift import __version__
-from gearshift.deployments import cli_bench, cli_experiment, cli_router, client
-from gearshift.deployments.cli_experiment import DEFAULT_ADMIN_URL
+from gearshift.deployments import cli_bench, cli_experiment, cli_revision, cli_router, client
+from gearshift.deployments.cli_experiment import DEFAULT_ADMIN_URL, who
 from gearshift.deployments.consoles import config_path, err, out
 from gearshift.deployments.progress import bars
+from gearshift.deployments.revisions import dumped
 from gearshift.platform.config import AUTO, Config
 from gearshift.platform.config_file import load
 from gearshift.platform.errors import GearshiftError
@@ -43,7 +44,7 @@ ConfigArgument = Annotated[Path | None, typer.Argument(help="Deployment config; 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 UrlOption = Annotated[str, typer.Option(envvar="GEARSHIFT_URL", help="The API's address.")]
 AdminOption = Annotated[str, typer.Option("--admin-url", envvar="GEARSHIFT_ADMIN_URL", help="The admin API's address.")]
-WATCH_S = 1.0
+WATCH_S = 0.25
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -66,10 +67,14 @@ def serve(config: ConfigArgument = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _stop(stop))
     with bars(err) as progress:
-        deployment = Deployment(loaded, progress)
-    admin = AdminServer(loaded, deployment.place.redis_url)
+        deployment = Deployment(loaded, progress, who()["x-gearshift-who"])
+    admin = AdminServer(lambda: deployment.config, deployment.place)
     try:
-        _announce(loaded, deployment.url)
+        _announce(deployment.config, deployment.url)
+        if dumped(deployment.config) != dumped(loaded):
+            out.print(
+                f"This is revision {deployment.revision}, which served last; the file is an older one.", highlight=False
+            )
         while not stop.wait(WATCH_S):
             deployment.watch()
         err.print("Draining: running answers are finished, new requests are refused. Ctrl-C again to cut them off.")
@@ -148,9 +153,10 @@ def status(admin_url: AdminOption = DEFAULT_ADMIN_URL, as_json: JsonOption = Fal
         tiers.add_row(tier, served.get("release") or shown)
     out.print(tiers)
     gateways = ", ".join(f"{each['name']} (pid {each['pid']}, {each['rss_mib']} MiB)" for each in facts["gateways"])
-    out.print(
-        f"Gateways: {gateways}. Epoch {facts['epoch']}, up {facts['uptime_s']:.0f} s, version {facts['version']}."
-    )
+    out.print(f"Gateways: {gateways}.", highlight=False)
+    applying = f" (revision {facts['applying']} is being applied)" if facts["applying"] else ""
+    uptime = f"up {facts['uptime_s']:.0f} s, version {facts['version']}"
+    out.print(f"Revision {facts['revision']}{applying}, epoch {facts['epoch']}, {uptime}.", highlight=False)
 
 
 @models_app.command("list")
@@ -220,8 +226,10 @@ def keys_new(as_json: JsonOption = False) -> None:
     err.print("Give the key to the tenant; put the hash under tenants.NAME.keys in the config.", style="dim")
 
 
+for command in (cli_revision.plan_file, cli_revision.apply, cli_revision.diff, cli_revision.rollback):
+    app.command(command.__name__.removesuffix("_file"))(command)
 app.command("releases")(cli_experiment.releases)
-app.command("history")(cli_experiment.history)
+app.command("history")(cli_revision.history)
 
 
 def _announce(config: Config, url: str) -> None:

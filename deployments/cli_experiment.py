@@ -70,7 +70,9 @@ def status(
         measures.add_column(column, justify="right" if column in (found["baseline"], "arm's", "difference") else "left")
     for each in found["measures"]:
         guard = " (guard)" if each["measure"] in found["guards"] else ""
-        cells = _number(each, each["baseline_value"]), _number(each, each["value"]), _interval(each), _verdict(each)
+        fell = [each["measure"], each["arm"]] in found["fallen"]
+        said = "[red]guard fell[/]" if fell else _verdict(each)
+        cells = _number(each, each["baseline_value"]), _number(each, each["value"]), _interval(each), said
         measures.add_row(each["measure"] + guard, each["arm"], *cells)
     out.print(measures)
 
@@ -132,19 +134,6 @@ def releases(admin_url: AdminUrl = DEFAULT_ADMIN_URL, as_json: JsonOption = Fals
             if name in each["scores"]
         )
         table.add_row(each["release"], each["model"], each["prompt"], each["policy"], serves or "—", scores)
-    out.print(table)
-
-
-def history(admin_url: AdminUrl = DEFAULT_ADMIN_URL, as_json: JsonOption = False) -> None:
-    """Show what was done to experiments: when, by whom, and why."""
-    found = client.admin(admin_url, "GET", "/admin/changes")["changes"]
-    if as_json:
-        out.print_json(data=found)
-        return
-    table = Table("epoch", "when", "who", "experiment", "what", "why")
-    for each in found:
-        when = datetime.fromtimestamp(each["at"]).isoformat(" ", "seconds")
-        table.add_row(str(each["epoch"]), when, each["who"], each["experiment"], each["what"], each["why"])
     out.print(table)
 
 

@@ -56,15 +56,18 @@ class SnapshotBoard:
     async def read(self) -> Snapshot:
         """The shared snapshot; the config's own while nobody has changed it. Raises `StoreAway`."""
         raw = (await self._store.hash_all(self._key)).get("snapshot")
-        return self._fitting(msgspec.msgpack.decode(raw, type=Snapshot)) if raw else Snapshot.of(self._config)
+        return self.fitting(msgspec.msgpack.decode(raw, type=Snapshot)) if raw else Snapshot.of(self._config)
 
     async def open(self) -> Snapshot:
-        """Writes down when the experiments of this config began, unless somebody has. Raises `StoreAway`."""
-        old = await self.read()
-        if old.epoch == 0:
-            now = time.time()
-            fresh = {name: replace(begin(each, now), period=1) for name, each in self._config.experiments.items()}
-            await self.write(old, Snapshot(1, fresh), None)
+        """Writes down when experiments began that nobody has heard of. Raises `StoreAway`."""
+        raw = (await self._store.hash_all(self._key)).get("snapshot")
+        stored = msgspec.msgpack.decode(raw, type=Snapshot) if raw else Snapshot()
+        fitting = self.fitting(stored)
+        fresh = {name for name, trial in fitting.trials.items() if stored.trials.get(name) != trial}
+        if fresh:
+            epoch = stored.epoch + 1
+            begun = {n: replace(trial, period=epoch) if n in fresh else trial for n, trial in fitting.trials.items()}
+            await self.write(stored, replace(fitting, epoch=epoch, trials=begun), None)
         return await self.read()
 
     async def write(self, old: Snapshot, new: Snapshot, change: Change | None) -> bool:
@@ -122,7 +125,7 @@ class SnapshotBoard:
                 async with aclosing(self._store.listen(self._key)) as changes:
                     async for raw in changes:
                         if raw:
-                            holder.take(self._fitting(msgspec.msgpack.decode(raw, type=Snapshot)))
+                            holder.take(self.fitting(msgspec.msgpack.decode(raw, type=Snapshot)))
                         else:
                             await self._reconcile(holder)
             except StoreAway:
@@ -163,7 +166,7 @@ class SnapshotBoard:
         if stored.epoch < holder.current.epoch:
             await self.write(stored, holder.current, None)
 
-    def _fitting(self, snapshot: Snapshot) -> Snapshot:
+    def fitting(self, snapshot: Snapshot) -> Snapshot:
         """Experiments of the config only; one whose arms have changed since starts from the config's weights."""
         fitting = {}
         for name, known in self._config.experiments.items():

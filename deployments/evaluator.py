@@ -308,6 +308,7 @@ class Evaluator:
             "alpha": experiment.alpha,
             "guards": dict(experiment.guards),
             "mismatch": mismatch,
+            "fallen": [[each.measure, each.arm] for each in ev.fallen(plan, evidence)] if not experiment.aa else [],
             "arms": {
                 arm: {
                     "weight": trial.weights.get(arm, 0.0),

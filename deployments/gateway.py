@@ -48,14 +48,15 @@ CLIENT_GONE = 499
 
 
 def create_app(
-    pipeline: Pipeline,
+    serving: Callable[[], Pipeline],
     config: Gateway,
     emitter: Emitter,
     ready: Callable[[], str | None],
     samples: SampleLog,
     metrics_token: str | None = None,
 ) -> FastAPI:
-    """`ready` says what is still missing, or None."""
+    """`serving`: the pipeline of the present revision; a request keeps the one that it began with. `ready` says what is still
+    missing, or None."""
     app = FastAPI(title="Gearshift", version=__version__, docs_url=None, redoc_url=None)
     created = int(time.time())
 
@@ -63,24 +64,24 @@ def create_app(
         """The hot route, as plain ASGI: FastAPI's argument machinery has nothing to do for it."""
 
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            await ChatExchange(Request(scope, receive), pipeline, config, emitter, samples).respond(receive, send)
+            await ChatExchange(Request(scope, receive), serving(), config, emitter, samples).respond(receive, send)
 
     app.router.routes.append(Route("/v1/chat/completions", ChatCompletions(), methods=["POST"]))
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        names = pipeline.models_for(request.headers.get("authorization", ""))
+        names = serving().models_for(request.headers.get("authorization", ""))
         return JSONResponse({"object": "list", "data": [model_object(name, created) for name in names]})
 
     @app.get("/v1/models/{name}")
     async def model(name: str, request: Request) -> Response:
-        if name not in pipeline.models_for(request.headers.get("authorization", "")):
+        if name not in serving().models_for(request.headers.get("authorization", "")):
             raise ModelNotFound(f"There is no model {name!r}.", param="model")
         return JSONResponse(model_object(name, created))
 
     @app.post("/v1/feedback")
     async def feedback(request: Request) -> Response:
-        caller = await pipeline.admit(request.headers.get("authorization", ""))
+        caller = await serving().admit(request.headers.get("authorization", ""))
         given = parse_feedback(await read_body(request, config.max_body_bytes))
         try:
             counted = await samples.feedback(given.feedback(caller.tenant))
@@ -94,7 +95,7 @@ def create_app(
 
     @app.get("/ready")
     async def readiness() -> Response:
-        missing = "draining" if pipeline.draining else ready()
+        missing = "draining" if serving().draining else ready()
         if missing is None:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready", "reason": missing}, status_code=503)

@@ -20,7 +20,8 @@ STALE_S = 5.0
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One live process. `model` is empty for a gateway; `address` is the path of an engine's socket."""
+    """One live process. `model` is the instance that an engine belongs to, and empty for a gateway; `address` is the path of
+    an engine's socket; `revision` is what a gateway or an evaluator works by."""
 
     name: str
     model: str
@@ -29,6 +30,7 @@ class Member(msgspec.Struct, frozen=True):
     seen_at: float
     rss_bytes: int
     stats: EngineStats = EngineStats()
+    revision: int = 0
 
 
 async def beat(store: Store, member: Callable[[], Member]) -> None:
@@ -59,7 +61,7 @@ async def leave(store: Store, name: str) -> None:
         return
 
 
-def here(name: str, model: str = "", address: str = "", stats: EngineStats | None = None) -> Member:
+def here(name: str, model: str = "", address: str = "", stats: EngineStats | None = None, revision: int = 0) -> Member:
     """This process, now."""
     rss = psutil.Process().memory_info().rss
-    return Member(name, model, address, os.getpid(), time.time(), rss, stats or EngineStats())
+    return Member(name, model, address, os.getpid(), time.time(), rss, stats or EngineStats(), revision)

@@ -13,7 +13,8 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -23,18 +24,20 @@ from gearshift.deployments.control import SnapshotBoard, SnapshotHolder
 from gearshift.deployments.engine_server import EngineServer
 from gearshift.deployments.gateway import create_app
 from gearshift.deployments.pipeline import Pipeline
+from gearshift.deployments.plan import engine_key
 from gearshift.deployments.remote import RemoteEngine
+from gearshift.deployments.revisions import Revisions
 from gearshift.deployments.samples import SampleLog
 from gearshift.platform.cache.exact import ExactCache
 from gearshift.platform.cache.limits import RateLimits
 from gearshift.platform.cache.store import Store, StoreAway
-from gearshift.platform.config import Config
+from gearshift.platform.config import Config, Model
 from gearshift.platform.engine.bridge import AsyncEngine
 from gearshift.platform.engine.echo import EchoEngine
 from gearshift.platform.engine.meter import EngineMeter
 from gearshift.platform.engine.protocol import Engine
 from gearshift.platform.engine.upstream import UpstreamEngine
-from gearshift.platform.errors import EngineUnavailable
+from gearshift.platform.errors import ConfigError, EngineUnavailable, NotFound
 from gearshift.platform.telemetry import Emitter
 from gearshift.router.arms import Snapshot
 
@@ -47,25 +50,40 @@ LINGER_S = 0.5
 """How long connections that were just accepted may still ask and be told that this gateway is shutting down."""
 
 
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Where this deployment lives: the folder of its sockets, and its Redis. Small, and crosses process boundaries."""
+    """Where this deployment lives: the folder of its sockets, and its Redis. Small, crosses process boundaries, and is the
+    same for all revisions."""
 
-    def __init__(self, folder: Path, redis_url: str) -> None:
-        self.folder = folder
-        self.redis_url = redis_url
+    folder: Path
+    redis_url: str
+    namespace: str
+    timeout_s: float
+    drain_timeout_s: float
 
-    def store(self, config: Config, timeout_s: float | None = None) -> Store:
-        return Store(self.redis_url, config.redis.namespace, timeout_s or config.redis.timeout_s)
+    def store(self, timeout_s: float | None = None) -> Store:
+        return Store(self.redis_url, self.namespace, timeout_s or self.timeout_s)
+
+
+class Serving:
+    """What a gateway serves one revision with."""
+
+    def __init__(self, revision: int, config: Config, engines: Mapping[str, str], pipeline: Pipeline) -> None:
+        """engines: the key of each model's engine in the gateway's pool."""
+        self.revision = revision
+        self.config = config
+        self.engines = engines
+        self.pipeline = pipeline
 
 
 class EngineReplica:
-    """One engine of one model, served to all gateways."""
+    """One engine of one instance of a model, served to all gateways."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: Config, model: str, weights: Path | None, place: Place
+        self, settings: Model, model: str, instance: str, weights: Path | None, place: Place
     ) -> None:
-        settings = config.models[model]
-        self._config = config
+        self._place = place
+        self._instance = instance
         self._name = f"{model}-{uuid.uuid4().hex[:8]}"
         self._path = place.folder / f"{self._name}.sock"
         if settings.echo is not None:
@@ -77,9 +95,9 @@ class EngineReplica:
             self._engine = await asyncio.to_thread(load_engine, weights, settings)
         self._meter = EngineMeter(model, self._name)
         self._server = EngineServer(self._engine, self._meter.watch)
-        self._store = place.store(config, timeout_s=registry.STALE_S)  # nobody waits for it, and computing comes first
+        self._store = place.store(registry.STALE_S)  # nobody waits for it, and computing comes first
         await self._server.start(self._path)
-        self._beating = asyncio.create_task(registry.beat(self._store, lambda: self._member(model)))
+        self._beating = asyncio.create_task(registry.beat(self._store, self._member))
 
     def check_health(self) -> None:
         """Called by Serve; raising has the replica replaced."""
@@ -90,7 +108,7 @@ class EngineReplica:
         """Called by Serve when the replica is to go: finishes what runs."""
         if not hasattr(self, "_beating"):  # it never came up
             return
-        await self._server.drain(self._config.gateway.drain_timeout_s)
+        await self._server.drain(self._place.drain_timeout_s)
         self._beating.cancel()
         await registry.leave(self._store, self._name)
         await self._server.close()
@@ -98,42 +116,40 @@ class EngineReplica:
         await self._store.close()
         self._path.unlink(missing_ok=True)
 
-    def _member(self, model: str) -> registry.Member:
+    def _member(self) -> registry.Member:
         stats = self._engine.stats()
         self._meter.observe(stats)
-        return registry.here(self._name, model, str(self._path), stats)
+        return registry.here(self._name, self._instance, str(self._path), stats)
 
 
 class GatewayReplica:
-    """One HTTP server with the pipeline in it."""
+    """One HTTP server with the pipeline in it. A new revision gets a pipeline of its own; requests that have begun finish with
+    the one they began with."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: Config, revisions: dict[str, str], place: Place
+        self, config: Config, revision: int, revisions: dict[str, str], place: Place
     ) -> None:
-        self._config = config
+        self._place = place
+        self._gateway = config.gateway
         self._name = f"gateway-{uuid.uuid4().hex[:8]}"
-        self._store = place.store(config)
-        self._remotes = {name: RemoteEngine(name) for name, model in config.models.items() if model.upstream is None}
-        upstreams = {
-            name: UpstreamEngine(model.upstream, os.environ)
-            for name, model in config.models.items()
-            if model.upstream is not None
-        }
-        self._engines: dict[str, Engine] = {**self._remotes, **upstreams}
+        self._store = place.store()
+        self._revisions = Revisions(self._store)
+        self._engines: dict[str, Engine] = {}
+        self._limits = RateLimits(self._store, config.redis.on_loss)
+        self._samples = SampleLog(self._store, config)
         self._snapshot = SnapshotHolder(Snapshot.of(config))
         self._emitter = Emitter(config.telemetry)
-        self._pipeline = Pipeline(
-            config,
-            self._engines,
-            revisions,
-            RateLimits(self._store, config.redis.on_loss),
-            ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes),
-            lambda: self._snapshot.current,
-        )
+        self._retiring: list[Serving] = []
+        self._following: asyncio.Task[None] | None = None
+        with contextlib.suppress(StoreAway, NotFound):  # a gateway that was replaced comes back with what serves by now
+            active, revisions = await self._revisions.active()
+            config, revision = active.parsed(), active.number
+        self._serving = self._build(revision, config, revisions, await self._follow(config))
         token_env = config.telemetry.metrics_token_env
         token = os.environ[token_env] if token_env else None
-        self._samples = SampleLog(self._store, config)
-        app = create_app(self._pipeline, config.gateway, self._emitter, self._missing, self._samples, token)
+        app = create_app(
+            lambda: self._serving.pipeline, config.gateway, self._emitter, self._missing, self._samples, token
+        )
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -145,33 +161,82 @@ class GatewayReplica:
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
-        board = SnapshotBoard(self._store, config)
-        with contextlib.suppress(StoreAway):  # a release that was rolled back is not served again by a new gateway
-            self._snapshot.take(await board.read())
-        self._serving = asyncio.create_task(
+        self._uvicorn = asyncio.create_task(
             self._server.serve([shared_socket(config.gateway.host, config.gateway.port)])
         )
         self._was_ready = False
         self._tasks = [
             asyncio.create_task(self._discover()),
-            asyncio.create_task(board.follow(self._snapshot)),
             asyncio.create_task(self._samples.run()),
-            asyncio.create_task(registry.beat(self._store, lambda: registry.here(self._name))),
+            asyncio.create_task(registry.beat(self._store, self._member)),
         ]
+
+    def _build(self, revision: int, config: Config, weights: Mapping[str, str], snapshot: SnapshotHolder) -> Serving:
+        """Engines of models that did not change are the same as before."""
+        engines = {name: engine_key(config, name) for name in config.models}
+        for name, key in engines.items():
+            upstream = config.models[name].upstream
+            if key not in self._engines:
+                self._engines[key] = UpstreamEngine(upstream, os.environ) if upstream else RemoteEngine(name)
+        pipeline = Pipeline(
+            config,
+            {name: self._engines[key] for name, key in engines.items()},
+            weights,
+            self._limits,
+            ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes),
+            lambda: snapshot.current,
+        )
+        return Serving(revision, config, engines, pipeline)
+
+    async def _follow(self, config: Config) -> SnapshotHolder:
+        """The experiments of this config, as they are by now, and kept up to date from here on."""
+        board = SnapshotBoard(self._store, config)
+        fitting = SnapshotHolder(board.fitting(self._snapshot.current))
+        with contextlib.suppress(StoreAway):  # a release that was rolled back is not served again by a new gateway
+            fitting.take(await board.read())
+        if self._following is not None:
+            self._following.cancel()
+        self._following = asyncio.create_task(board.follow(fitting))
+        self._snapshot = fitting
+        return fitting
+
+    async def _switch(self) -> None:
+        """To the revision that is active by now."""
+        active, weights = await self._revisions.active()
+        config = active.parsed()
+        fresh = self._build(active.number, config, weights, await self._follow(config))
+        await self._connect([*self._retiring, self._serving, fresh])
+        old = self._serving
+        self._samples.follow(config)
+        self._serving = fresh  # from here on, at once and for every new request
+        self._retiring.append(old)
+
+    async def _retire(self) -> None:
+        """Lets go of what nobody uses any more."""
+        self._retiring = [old for old in self._retiring if old.pipeline.inflight]
+        used = {key for each in (*self._retiring, self._serving) for key in each.engines.values()}
+        for key in [key for key in self._engines if key not in used]:
+            await self._engines.pop(key).close()
+
+    def _member(self) -> registry.Member:
+        return registry.here(self._name, revision=self._serving.revision)
 
     def check_health(self) -> None:
         """Called by Serve; raising has the replica replaced."""
-        if self._serving.done() or any(task.done() for task in self._tasks):
+        assert self._following is not None
+        if self._uvicorn.done() or any(task.done() for task in (*self._tasks, self._following)):
             raise EngineUnavailable("A task of the gateway has ended.")
 
     async def drain(self) -> None:
         """Refuses new requests and waits for the running ones, at most `drain_timeout_s`."""
-        self._pipeline.draining = True
+        self._serving.pipeline.draining = True
+        pipelines = [each.pipeline for each in (*self._retiring, self._serving)]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.gateway.drain_timeout_s):
-                while self._pipeline.inflight:
+            async with asyncio.timeout(self._gateway.drain_timeout_s):
+                while any(pipeline.inflight for pipeline in pipelines):
                     await asyncio.sleep(0.02)
-                await self._pipeline.settled()
+                for pipeline in pipelines:
+                    await pipeline.settled()
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is to go."""
@@ -182,8 +247,9 @@ class GatewayReplica:
             listener.close()  # new connections go to the other gateways of the node
         await asyncio.sleep(LINGER_S)
         self._server.should_exit = True
-        await self._serving
-        for task in self._tasks:
+        await self._uvicorn
+        assert self._following is not None
+        for task in (*self._tasks, self._following):
             task.cancel()
         await self._samples.flush()
         await registry.leave(self._store, self._name)
@@ -196,49 +262,86 @@ class GatewayReplica:
         """What /ready waits for. Once everything was there, one model's loss does not take the gateway out of service."""
         if self._was_ready:
             return None
-        away = [name for name, remote in self._remotes.items() if not remote.ready]
+        serving = self._serving
+        engines = [(name, self._engines[key]) for name, key in serving.engines.items()]
+        away = [name for name, engine in engines if isinstance(engine, RemoteEngine) and not engine.ready]
         self._was_ready = not away
         return f"no replica of {', '.join(away)}" if away else None
 
     async def _discover(self) -> None:
         while True:
             try:
-                members = await registry.members(self._store)
+                await self._connect([*self._retiring, self._serving])
+                active = (await self._revisions.head()).active
+                if active not in (0, self._serving.revision) and not self._serving.pipeline.draining:
+                    await self._switch()
             except StoreAway:
-                members = []
-            for name, remote in self._remotes.items():
-                await remote.refresh(Path(member.address) for member in members if member.model == name)
+                pass
+            except (ConfigError, NotFound) as error:
+                log.error("the active revision can't be served: %s", error.message)
+            await self._retire()
             await asyncio.sleep(DISCOVER_S)
+
+    async def _connect(self, servings: Sequence[Serving]) -> None:
+        """To every replica that is up, of every model that somebody may still ask."""
+        members = await registry.members(self._store)
+        for key in {key for each in servings for key in each.engines.values()}:
+            engine = self._engines[key]
+            if isinstance(engine, RemoteEngine):
+                await engine.refresh(Path(member.address) for member in members if member.model == key)
 
 
 class EvaluatorReplica:
     """The one process that judges what all the others did."""
 
-    async def __init__(self, config: Config, place: Place) -> None:  # type: ignore[misc]  # Serve awaits it
-        from gearshift.deployments.evaluator import WAIT_S, Evaluator  # statistics are for those who judge
-
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: Config, revision: int, place: Place
+    ) -> None:
         self._name = f"evaluator-{uuid.uuid4().hex[:8]}"
-        self._store = place.store(config, timeout_s=registry.STALE_S)
-        self._reading = place.store(config, timeout_s=registry.STALE_S + WAIT_S)
+        self._store = place.store(registry.STALE_S)
+        self._reading = place.store(2 * registry.STALE_S)
         self._emitter = Emitter(config.telemetry)
-        self._evaluator = Evaluator(config, self._store, self._reading, self._emitter)
+        self._revision = revision
+        self._evaluating = asyncio.create_task(self._evaluate(config))
         self._tasks = [
-            asyncio.create_task(self._evaluator.run()),
-            asyncio.create_task(registry.beat(self._store, lambda: registry.here(self._name, registry.EVALUATOR))),
+            asyncio.create_task(self._follow()),
+            asyncio.create_task(registry.beat(self._store, self._member)),
         ]
+
+    async def _evaluate(self, config: Config) -> None:
+        from gearshift.deployments.evaluator import Evaluator  # statistics are for those who judge
+
+        await Evaluator(config, self._store, self._reading, self._emitter).run()
+
+    async def _follow(self) -> None:
+        """Works by the revision that is active; its state is in Redis, so a new evaluator goes on where the old one was."""
+        revisions = Revisions(self._store)
+        while True:
+            with contextlib.suppress(StoreAway, NotFound, ConfigError):
+                if (await revisions.head()).active not in (0, self._revision):
+                    active, _ = await revisions.active()
+                    config = active.parsed()
+                    self._evaluating.cancel()
+                    await asyncio.gather(self._evaluating, return_exceptions=True)
+                    self._evaluating, self._revision = asyncio.create_task(self._evaluate(config)), active.number
+            await asyncio.sleep(DISCOVER_S)
+
+    def _member(self) -> registry.Member:
+        return registry.here(self._name, registry.EVALUATOR, revision=self._revision)
 
     def check_health(self) -> None:
         """Called by Serve; raising has the replica replaced."""
-        if any(task.done() for task in self._tasks):
+        if any(task.done() for task in (*self._tasks, self._evaluating)):
             raise EngineUnavailable("A task of the evaluator has ended.")
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is to go. Nothing is lost: what was not taken in waits in Redis."""
         if not hasattr(self, "_tasks"):
             return
-        for task in self._tasks:
+        tasks = [*self._tasks, self._evaluating]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await registry.leave(self._store, self._name)
         await self._reading.close()
         await self._store.close()

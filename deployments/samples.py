@@ -51,8 +51,12 @@ class SampleLog:
 
     def __init__(self, store: Store, config: Config) -> None:
         self._store = store
-        self._settings = config.evaluation
         self._waiting: deque[tuple[str, bytes, bytes]] = deque()
+        self.follow(config)
+
+    def follow(self, config: Config) -> None:
+        """Another revision's settings, from now on."""
+        self._settings = config.evaluation
         self.wants_text = self._settings.enabled and self._settings.text_chars > 0
 
     def told(self, record: Record, heard: Heard) -> None:

@@ -50,6 +50,9 @@ class Store:
     async def hash_set(self, key: str, field: str, value: bytes) -> None:
         await self._call("HSET", key, field, value)
 
+    async def hash_set_many(self, key: str, *fields_and_values: str | bytes) -> None:
+        await self._call("HSET", key, *fields_and_values)
+
     async def hash_delete(self, key: str, field: str) -> None:
         await self._call("HDEL", key, field)
 

@@ -91,7 +91,7 @@ def serve(store: Store, anyio_backend: str) -> Serve:
         token = "sesame" if config.telemetry.metrics_token_env else None
         samples = SampleLog(store, config)
         telling = asyncio.create_task(samples.run())
-        app = create_app(pipeline, config.gateway, Emitter(config.telemetry), lambda: None, samples, token)
+        app = create_app(lambda: pipeline, config.gateway, Emitter(config.telemetry), lambda: None, samples, token)
         listener = shared_socket("127.0.0.1", 0)
         server = _Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve([listener]))

@@ -113,7 +113,7 @@ async def test_who_is_up_is_known_until_it_leaves_or_falls_silent(store: Store) 
 
 
 async def test_admin_routes_need_the_token_and_say_what_is_wrong(store: Store) -> None:
-    app = create_admin_app(CONFIG, store, {"TOKEN": "sesame"})
+    app = create_admin_app(lambda: CONFIG, store, {"TOKEN": "sesame"})
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
         assert (await client.get("/admin/status")).status_code == 401
