@@ -177,7 +177,7 @@ def _number(each: dict[str, Any], value: float | None) -> str:
 
 def _interval(each: dict[str, Any]) -> str:
     low, high = each["interval"]
-    if each["verdict"] in ("not measured", "too few") or (low is None and high is None):
+    if each["verdict"] in ("not measured", "too few") or (round(low or 0, 2) == 0 and high is None):
         return "—"
     if each["kind"] == "rate":
         return f"{100 * low:+.1f} to {100 * high:+.1f} points"

@@ -15,7 +15,7 @@ from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.config import Config, Experiment
 from gearshift.platform.errors import Conflict, InvalidRequest, NotFound
 from gearshift.router import trials
-from gearshift.router.arms import Snapshot, arms_of, begin
+from gearshift.router.arms import Snapshot, arms_of, begin, contents_of
 
 log = logging.getLogger(__name__)
 
@@ -167,13 +167,14 @@ class SnapshotBoard:
             await self.write(stored, holder.current, None)
 
     def fitting(self, snapshot: Snapshot) -> Snapshot:
-        """Experiments of the config only; one whose arms have changed since starts from the config's weights."""
+        """Experiments of the config only; one whose arms are other ones by now, or answer differently, begins anew."""
         fitting = {}
         for name, known in self._config.experiments.items():
-            stored = snapshot.trials.get(name)
-            fits = stored is not None and set(stored.weights) <= set(arms_of(known))
-            fitting[name] = stored if stored is not None and fits else begin(known, time.time())
-        return Snapshot(snapshot.epoch, fitting, snapshot.generations)
+            stored, contents = snapshot.trials.get(name), contents_of(self._config, name)
+            fits = stored is not None and stored.contents == contents and set(stored.weights) <= set(contents)
+            fresh = begin(known, time.time(), contents, snapshot.fallen)
+            fitting[name] = stored if stored is not None and fits else fresh
+        return replace(snapshot, trials=fitting)
 
 
 class SnapshotHolder:

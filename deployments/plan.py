@@ -11,7 +11,7 @@ from typing import Any
 from gearshift.deployments.pipeline import fingerprint
 from gearshift.platform.config import Config, Model
 from gearshift.platform.weights import source
-from gearshift.router.arms import arms_of
+from gearshift.router.arms import contents_of
 
 FIXED = ("gateway.", "admin.", "redis.", "telemetry.", "evaluation.enabled:")
 """What a running deployment can't change: where it listens, what it writes to, and which processes it has."""
@@ -131,8 +131,9 @@ def _experiments(old: Config, new: Config) -> Iterator[str]:
         before = old.experiments.get(name)
         if before is None:
             yield f"{name}: begins"
-        elif set(arms_of(before)) != set(arms_of(experiment)):
-            yield f"{name}: begins anew, as its arms have changed"
+        elif contents_of(old, name) != (contents := contents_of(new, name)):
+            changed = [arm for arm, content in contents.items() if contents_of(old, name).get(arm) != content]
+            yield f"{name}: begins anew, as {' and '.join(changed) or 'its arms'} changed"
         elif before.arms != experiment.arms:
             yield f"{name}: goes on with the weights it has; `gearshift experiment set` moves them"
     for name in old.experiments:

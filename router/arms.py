@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal
 
 from gearshift.platform.config import Config, Experiment
@@ -37,6 +39,8 @@ class Trial:
     """Of its rollout; -1 where there is none."""
     status: Status = "running"
     why: str = ""
+    contents: Mapping[str, str] = field(default_factory=dict)
+    """Digest of what each arm's release pins. When that changes it is another experiment under the same name."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -57,10 +61,14 @@ class Snapshot:
     trials: Mapping[str, Trial] = field(default_factory=dict)
     generations: Mapping[str, int] = field(default_factory=dict)
     """Of a release's cached answers; a new one leaves all older answers behind. 0 where there is none."""
+    fallen: Mapping[str, str] = field(default_factory=dict)
+    """Why what was rolled back, by the digest of its content: no later config serves it again, only a person."""
 
     @classmethod
     def of(cls, config: Config) -> Snapshot:
-        return cls(0, {name: begin(experiment) for name, experiment in config.experiments.items()})
+        return cls(
+            0, {name: begin(each, contents=contents_of(config, name)) for name, each in config.experiments.items()}
+        )
 
     def weights(self, experiment: Experiment, name: str) -> dict[str, float]:
         """Of all arms, those without a share too."""
@@ -107,12 +115,40 @@ def release_of(arm: str) -> str:
     return arm.removesuffix(AGAIN)
 
 
-def begin(experiment: Experiment, now: float = 0.0) -> Trial:
-    """At its first stage, or with the weights of its config."""
-    if experiment.rollout is not None:
-        return Trial(allocate((), stage_weights(experiment, 0)), since=now, stage=0)
-    weights = dict.fromkeys(arms_of(experiment), 1.0) if experiment.aa else dict(experiment.arms)
-    return Trial(allocate((), {arm: weights[arm] for arm in arms_of(experiment)}), since=now)
+def contents_of(config: Config, name: str) -> dict[str, str]:
+    """Digest of what each arm of an experiment would answer with: model, prompt, policy, sampling."""
+    return {arm: content_of(config, release_of(arm)) for arm in arms_of(config.experiments[name])}
+
+
+def content_of(config: Config, release: str) -> str:
+    pinned = config.releases[release]
+    parts = [
+        pinned.sampling.model_dump(mode="json"),
+        config.models[pinned.model].model_dump(mode="json", exclude={"replicas"}),
+        config.prompts[pinned.prompt].model_dump(mode="json"),
+        config.policies[pinned.policy].model_dump(mode="json"),
+    ]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def begin(
+    experiment: Experiment,
+    now: float = 0.0,
+    contents: Mapping[str, str] = MappingProxyType({}),
+    fallen: Mapping[str, str] = MappingProxyType({}),
+) -> Trial:
+    """At its first stage, or with the weights of its config; what fell before gets nothing."""
+    arms = arms_of(experiment)
+    bad = {arm: fallen[contents[arm]] for arm in arms[1:] if contents.get(arm) in fallen and not experiment.aa}
+    if experiment.rollout is not None and not bad:
+        return Trial(allocate((), stage_weights(experiment, 0)), since=now, stage=0, contents=dict(contents))
+    weights = dict.fromkeys(arms, 1.0) if experiment.aa or experiment.rollout else dict(experiment.arms)
+    left = {arm: weights[arm] for arm in arms if arm not in bad}
+    lost = sum(weights[arm] for arm in bad)
+    left[arms[0]] += lost
+    why = "; ".join(f"{arm} fell before: {reason}" for arm, reason in bad.items())
+    status: Status = "rolled back" if bad and len(left) == 1 else "running"
+    return Trial(allocate((), left), since=now, status=status, why=why, contents=dict(contents))
 
 
 def stage_weights(experiment: Experiment, stage: int) -> dict[str, float]:

@@ -55,13 +55,18 @@ def rolled_back(experiment: Experiment, name: str, snapshot: Snapshot, step: Rol
     generations = dict(snapshot.generations)
     for release in {release_of(arm) for arm in step.arms}:
         generations[release] = generations.get(release, 0) + 1
-    return replace(_replaced(snapshot, name, moved), generations=generations)
+    fallen = {trial.contents[arm]: step.why for arm in step.arms if arm in trial.contents}
+    new = _replaced(snapshot, name, moved)
+    return replace(new, generations=generations, fallen={**snapshot.fallen, **fallen})
 
 
 def set_by_hand(name: str, snapshot: Snapshot, weights: Mapping[str, float], now: float, why: str) -> Snapshot:
     """A person's weights; a rollout is over with them, and an arm that fell serves again."""
-    moved = with_weights(snapshot.trials[name], weights, snapshot.epoch + 1, now, why)
-    return _replaced(snapshot, name, replace(moved, stage=-1, status="running"))
+    trial = snapshot.trials[name]
+    moved = with_weights(trial, weights, snapshot.epoch + 1, now, why)
+    forgiven = {trial.contents[arm] for arm, weight in weights.items() if weight and arm in trial.contents}
+    fallen = {content: reason for content, reason in snapshot.fallen.items() if content not in forgiven}
+    return replace(_replaced(snapshot, name, replace(moved, stage=-1, status="running")), fallen=fallen)
 
 
 def paused(name: str, snapshot: Snapshot, pause: bool, why: str) -> Snapshot:

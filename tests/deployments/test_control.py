@@ -13,7 +13,7 @@ from gearshift.deployments.control import SnapshotBoard, SnapshotHolder
 from gearshift.platform import config_file
 from gearshift.platform.cache.store import Store
 from gearshift.platform.errors import Conflict, InvalidRequest, NotFound
-from gearshift.router.arms import PARTS, Segment, Snapshot, Trial
+from gearshift.router.arms import PARTS, Segment, Snapshot, Trial, contents_of
 
 pytestmark = pytest.mark.anyio
 
@@ -28,6 +28,7 @@ tenants: {dev: {open: true}}
 admin: {token_env: TOKEN}
 """
 CONFIG = config_file.parse(TEXT)
+TRIAL = Trial((Segment(PARTS, "b"),), period=7, contents=contents_of(CONFIG, "x"))
 
 
 async def until(condition: Any) -> None:
@@ -53,7 +54,7 @@ async def test_every_gateway_takes_over_new_weights_and_a_late_one_reads_them(st
 async def test_weights_that_redis_has_lost_are_given_back_and_can_be_moved_again(store: Store) -> None:
     board, holder = (
         SnapshotBoard(store, CONFIG),
-        SnapshotHolder(Snapshot(7, {"x": Trial((Segment(PARTS, "b"),), period=7)})),
+        SnapshotHolder(Snapshot(7, {"x": TRIAL})),
     )
     task = asyncio.create_task(board.follow(holder))
     async with asyncio.timeout(10):
@@ -128,3 +129,21 @@ async def test_admin_routes_need_the_token_and_say_what_is_wrong(store: Store) -
         assert (await client.get("/admin/experiments")).json() == moved.json()
         wrong = await client.put("/admin/experiments/x", json={"arms": {"z": 2}})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "arms")
+
+
+async def test_an_arm_that_changed_begins_anew_and_one_that_fell_stays_down(store: Store) -> None:
+    text = TEXT.replace("arms: {a: 1, b: 0}", "arms: {a: 1, b: 1}")
+    other = text.replace("b: {model: m, prompt: none,", "b: {model: m, prompt: none, sampling: {top_p: 0.5},")
+    bad, better = config_file.parse(text), config_file.parse(other)
+    await SnapshotBoard(store, bad).open()
+    await SnapshotBoard(store, bad).abort("x", "me", "rude")
+    changed = await SnapshotBoard(store, better).open()
+    assert (changed.trials["x"].weights, changed.trials["x"].status) == ({"a": 0.5, "b": 0.5}, "running")
+    assert changed.trials["x"].period == changed.epoch
+    back = await SnapshotBoard(store, bad).open()
+    assert (back.trials["x"].weights, back.trials["x"].status) == ({"a": 1.0}, "rolled back")
+    assert back.trials["x"].why == "b fell before: rude"
+    by_hand = await SnapshotBoard(store, bad).set_weights("x", {"a": 1, "b": 1})
+    assert by_hand.trials["x"].weights == {"a": 0.5, "b": 0.5}
+    await SnapshotBoard(store, better).open()
+    assert (await SnapshotBoard(store, bad).open()).trials["x"].status == "running"

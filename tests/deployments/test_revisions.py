@@ -71,6 +71,8 @@ def test_a_plan_tells_what_becomes_of_experiments_and_what_needs_a_restart() -> 
         "y: begins",
     )
     assert plan(two, one).experiments[-1] == "y: ends"
+    other = config_file.parse(dumped(two).decode().replace('"top_p":1.0', '"top_p":0.5'))
+    assert plan(two, other).experiments[0] == "x: begins anew, as r and q changed"
     moved = config_file.parse(TEXT + "gateway: {port: 9}")
     assert plan(OLD, moved).refused == ("gateway.port: 8000 becomes 9",)
 
