@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from gearshift import __version__
-from gearshift.deployments import cli_bench, cli_experiment, cli_revision, cli_router, client
+from gearshift.deployments import cli_bench, cli_eval, cli_experiment, cli_revision, cli_router, client
 from gearshift.deployments.cli_experiment import DEFAULT_ADMIN_URL, who
 from gearshift.deployments.consoles import config_path, err, out
 from gearshift.deployments.progress import bars
@@ -36,6 +36,7 @@ for name, sub in {
     "keys": keys_app,
     "experiment": cli_experiment.app,
     "router": cli_router.app,
+    "eval": cli_eval.app,
     "bench": cli_bench.app,
 }.items():
     app.add_typer(sub, name=name)

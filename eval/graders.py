@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-Kind = Literal["text", "number", "choice"]
+Kind = Literal["text", "number", "choice", "exact"]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _STATED = re.compile(r"(?:answer|choice|option)\s*(?:is|:)?\s*\(?\**\s*([A-D])\b", re.I)
 _LETTER = re.compile(r"(?:^|[\s(*\"'])([A-D])(?=[.):,*\"'\s]|$)")
@@ -37,4 +37,14 @@ def choice(answer: str, accepted: Sequence[str]) -> bool:
     return stated is not None and stated.group(1).upper() in accepted
 
 
-GRADERS: Mapping[Kind, Callable[[str, Sequence[str]], bool]] = {"text": text, "number": number, "choice": choice}
+def exact(answer: str, accepted: Sequence[str]) -> bool:
+    """The answer is an accepted one, but for case and space at its ends."""
+    return answer.strip().casefold() in {each.strip().casefold() for each in accepted}
+
+
+GRADERS: Mapping[Kind, Callable[[str, Sequence[str]], bool]] = {
+    "text": text,
+    "number": number,
+    "choice": choice,
+    "exact": exact,
+}

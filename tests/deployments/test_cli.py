@@ -18,7 +18,8 @@ PRESET = str(files("gearshift.deployments").joinpath("presets/local.yaml"))
 COMMANDS = [
     ["serve"], ["chat"], ["status"], ["models", "list"], ["models", "pull"], ["config", "check"], ["keys", "new"],
     ["experiment", "list"], ["experiment", "set"], ["experiment", "status"], ["experiment", "abort"], ["releases"], ["history"],
-    ["bench", "eval"], ["bench", "gateway"], ["bench", "engine"], ["bench", "router"],
+    ["bench", "eval"], ["eval", "run"],
+    ["plan"], ["apply"], ["rollback"], ["diff"], ["bench", "gateway"], ["bench", "engine"], ["bench", "router"],
     ["router", "collect"], ["router", "train"], ["router", "calibrate"], ["router", "report"], ["router", "explain"],
     ["router", "replay"],
 ]  # fmt: skip

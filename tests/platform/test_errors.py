@@ -36,6 +36,7 @@ def test_a_client_is_not_told_to_repeat_what_can_t_succeed() -> None:
         "EngineUnavailable",
         "LimitsUnavailable",
         "ShuttingDown",
+        "StoreUnavailable",
     }
 
 
