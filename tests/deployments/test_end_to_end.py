@@ -497,7 +497,7 @@ def test_a_broken_prompt_is_rolled_back_by_itself(tmp_path: Path) -> None:
         assert set(releases[after:]) == {"capital-v1"}
         command = [sys.executable, "-m", "gearshift", "history", "--json", "--admin-url", served.admin_url]
         log = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-        assert [(line["who"], line["what"]) for line in log] == [("evaluator", "rolled back capital-v2")]
+        assert [(line["who"], line["what"]) for line in log["changes"]] == [("evaluator", "rolled back capital-v2")]
         for words in (["experiment", "status", "capitals"], ["experiment", "list"], ["releases"]):
             shown = subprocess.run(
                 [sys.executable, "-m", "gearshift", *words, "--admin-url", served.admin_url],

@@ -175,6 +175,7 @@ async def test_whoever_dies_when_one_whole_revision_serves(tmp_path: Path, redis
     port, namespace = free_port(), f"crash-{time.time_ns()}"
     shared = f"""
 gateway: {{port: {port}, replicas: 2}}
+admin: {{port: {free_port()}}}
 redis: {{url: "{redis_server.url}", namespace: {namespace}}}
 """
     file, stop = tmp_path / "config.yaml", tmp_path / "stop"
@@ -222,6 +223,7 @@ async def test_a_revision_that_can_t_start_is_undone_and_streams_live_through_on
     port, namespace = free_port(), f"apply-{time.time_ns()}"
     shared = f"""
 gateway: {{port: {port}, replicas: 2}}
+admin: {{port: {free_port()}}}
 redis: {{url: "{redis_server.url}", namespace: {namespace}}}
 """
     text = TEXT.replace("{echo: {}}", "{echo: {delay_s: 0.02}, max_queued_requests: 256}")
