@@ -76,6 +76,10 @@ class SnapshotBoard:
         arguments = (self._key, old.epoch, new.epoch, encoded, line)
         return bool(await self._store.script(COMPARE_AND_SET, [self._key, self._log], *arguments))
 
+    async def note(self, change: Change) -> None:
+        """A line in the log without a change of the snapshot."""
+        await self._store.list_push(self._log, msgspec.msgpack.encode(change))
+
     async def changes(self) -> list[Change]:
         """The log, oldest first."""
         return [msgspec.msgpack.decode(line, type=Change) for line in await self._store.list_all(self._log)]

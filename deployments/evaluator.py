@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,6 +19,7 @@ import msgspec
 
 from gearshift.deployments.control import Change, SnapshotBoard, SnapshotHolder
 from gearshift.deployments.samples import BATCH, decode, stream_of
+from gearshift.deployments.webhooks import Webhooks
 from gearshift.eval import evidence as ev
 from gearshift.eval.evidence import Arm, Comparison, Evidence, Seen, Tally
 from gearshift.eval.rollout import Alert, Decision, decide, plan_of
@@ -75,6 +77,8 @@ class State(msgspec.Struct):
     tracks: dict[str, list[Point]] = {}
     decided: dict[str, bytes] = {}
     """Of each experiment that was rolled back: what was known then, as JSON."""
+    alerted: dict[str, int] = {}
+    """The period in which each experiment was last noted in the log as worse, or as mismatched."""
     taken: int = 0
 
 
@@ -100,7 +104,10 @@ class Evaluator:
 
     async def run(self) -> None:
         """Until cancelled."""
-        following = asyncio.create_task(self._board.follow(self.holder))
+        tasks = [
+            asyncio.create_task(self._board.follow(self.holder)),
+            asyncio.create_task(Webhooks(self._config, self._store, os.environ).run()),
+        ]
         try:
             while True:
                 try:
@@ -108,10 +115,14 @@ class Evaluator:
                     await self.load()
                     while True:
                         await self.step(WAIT_S)
+                        for task in tasks:
+                            if task.done():
+                                task.result()  # raises what ended it: then all of this is to be started again
                 except StoreAway:
                     await asyncio.sleep(AWAY_S)
         finally:
-            following.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def load(self) -> None:
         """Where the last one ended. Raises `StoreAway`."""
@@ -251,6 +262,18 @@ class Evaluator:
                 telemetry.EXPERIMENT_ALERT.labels(name, arm).set(float(alarmed))
             if isinstance(decision, Advance | RollBack):
                 await self._act(name, snapshot, decision, now)
+            elif isinstance(decision, Alert):
+                await self._note(name, f"worse: {', '.join(decision.arms)}", decision.why)
+            if evidence.period == trial.period and ev.shares_differ(evidence, trial.weights) is not None:
+                await self._note(name, "sample ratio mismatch", "units did not come to the arms by their shares")
+
+    async def _note(self, name: str, what: str, why: str) -> None:
+        """In the log, once a period."""
+        period, key = self.holder.current.trials[name].period, f"{name}\0{what}"
+        if self.state.alerted.get(key) != period:
+            self.state.alerted[key] = period
+            log.warning("experiment %s: %s: %s", name, what, why)
+            await self._board.note(Change(self.holder.current.epoch, time.time(), "evaluator", name, what, why))
 
     async def _act(self, name: str, snapshot: Snapshot, step: Advance | RollBack, now: float) -> None:
         experiment = self._config.experiments[name]

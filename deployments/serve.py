@@ -357,6 +357,7 @@ def check_environment(config: Config) -> None:
     ]
     wanted += [("redis.url_env", config.redis.url_env), ("admin.token_env", config.admin.token_env)]
     wanted += [("telemetry.metrics_token_env", config.telemetry.metrics_token_env)]
+    wanted += [(f"evaluation.webhooks.{n}.secret_env", w.secret_env) for n, w in enumerate(config.evaluation.webhooks)]
     try:
         Router(config)
     except ConfigError as error:

@@ -203,6 +203,15 @@ class Experiment(Section):
         return self
 
 
+class Webhook(Section):
+    """Told of every line in the log of experiments: stages, roll backs, alerts, what people did."""
+
+    url: Annotated[str, StringConstraints(pattern=r"^(https://|http://(127\.0\.0\.1|localhost|\[::1\])[:/])")]
+    """https, or http on loopback."""
+    secret_env: str
+    """Environment variable with the key that signs what is sent."""
+
+
 class Evaluation(Section):
     """The evaluator watches all requests, after they were answered."""
 
@@ -216,6 +225,8 @@ class Evaluation(Section):
     """Requests that wait in Redis while the evaluator is away."""
     feedback_ttl_s: Seconds = 86400.0
     """How long after a request feedback on it is taken."""
+    webhooks: list[Webhook] = []
+    """Nobody else is ever called."""
 
 
 class Price(Section):

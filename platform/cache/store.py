@@ -60,6 +60,9 @@ class Store:
         found: dict[bytes, bytes] = await self._call("HGETALL", key)
         return {name.decode(): value for name, value in found.items()}
 
+    async def list_push(self, key: str, value: bytes) -> None:
+        await self._call("RPUSH", key, value)
+
     async def list_all(self, key: str) -> list[bytes]:
         found: list[bytes] = await self._call("LRANGE", key, 0, -1)
         return found

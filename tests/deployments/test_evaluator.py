@@ -13,6 +13,7 @@ import pytest
 
 from gearshift.deployments.control import SnapshotBoard
 from gearshift.deployments.evaluator import Evaluator
+from gearshift.eval.evidence import Arm, Evidence, Tally
 from gearshift.platform import config_file
 from gearshift.platform.cache.store import Store
 from gearshift.platform.config import Config, Telemetry
@@ -245,3 +246,21 @@ async def test_a_person_can_pause_go_on_and_abort(store: Store, base_config: str
     assert [change.what for change in await board.changes()] == [
         "paused", "resumed", "stage 50 %", "stage 100 %", "rolled back",
     ]  # fmt: skip
+
+
+async def test_what_is_left_to_a_person_is_noted_once(store: Store, base_config: str) -> None:
+    text = text_of(base_config, more=", on_worse: alert")
+    async with evaluator(store, config_file.parse(text), False) as judge:
+        judge.holder.take(await judge._board.open())
+        period = judge.holder.current.trials["manners"].period
+        sums = {"large-v1": 95.0, "large-v2": 40.0}
+        arms = {
+            name: Arm(100, 100, {"feedback": Tally(count=100, sum=good, squares=good)}) for name, good in sums.items()
+        }
+        judge.state.evidence["manners"] = Evidence(period, arms)
+        for _ in range(3):
+            await judge._decide()
+        assert judge.holder.current.trials["manners"].status == "running"
+        noted = await judge._board.changes()
+    assert [(each.who, each.what) for each in noted] == [("evaluator", "worse: large-v2")]
+    assert "feedback 0.4 against 0.95" in noted[0].why
