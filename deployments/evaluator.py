@@ -8,6 +8,7 @@ crash left undone is made again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -29,7 +30,7 @@ from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.config import Config
 from gearshift.platform.request import JsonObject
 from gearshift.platform.samples import Asked, Feedback, Sample
-from gearshift.router.arms import Snapshot, arms_of
+from gearshift.router.arms import Snapshot, Trial, arms_of
 from gearshift.router.trials import Advance, RollBack, carried_out
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,10 @@ redis.call('XDEL', KEYS[2], ARGV[2])
 for i = 4, #ARGV, 3 do redis.call('HSET', ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
 return 1
 """
+
+
+def _copied(evidence: Evidence) -> Evidence:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(evidence), type=Evidence)
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
@@ -99,7 +104,11 @@ class Evaluator:
         self._units: dict[str, dict[str, Seen]] = {}
         self._changed: dict[tuple[str, str], Seen] = {}
         self._outdated: list[str] = []
-        self._reported_at = 0.0
+        self._reporting: asyncio.Task[None] | None = None
+        self._next_report = 0.0
+        self._told: tuple[int, int, int] | None = None
+        self._deciding: dict[str, tuple[Trial, Evidence]] = {}
+        """As it was when an arm has just been rolled back, to be shown."""
         self.decisions: dict[str, Decision] = {}
 
     async def run(self) -> None:
@@ -123,6 +132,14 @@ class Evaluator:
         finally:
             for task in tasks:
                 task.cancel()
+            await self.close()
+
+    async def close(self) -> None:
+        """Nothing of it runs afterwards."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+            await asyncio.gather(self._reporting, return_exceptions=True)
+            self._reporting = None
 
     async def load(self) -> None:
         """Where the last one ended. Raises `StoreAway`."""
@@ -147,8 +164,7 @@ class Evaluator:
             await self.load()
             return 0
         await self._decide()
-        if time.monotonic() - self._reported_at > REPORT_S:
-            await self._report()
+        self._report_when_due()
         return len(entries)
 
     def _take(self, entry: Sample | tuple[Asked, Feedback]) -> None:
@@ -156,8 +172,8 @@ class Evaluator:
         if isinstance(entry, Sample):
             scores = {name: measured.score(entry) for name, measured in MEASURES.items() if name != "feedback"}
             self._count(entry.release, entry.experiment, entry.arm, entry.period, entry.unit, entry.exposed, scores, 1)
-            if entry.experiment and entry.exposed:
-                evidence = self.state.evidence[entry.experiment]
+            evidence = self.state.evidence.get(entry.experiment)
+            if evidence is not None and entry.exposed:
                 evidence.first_at, evidence.last_at = evidence.first_at or entry.at, entry.at
             telemetry.SCORED.labels(entry.release).inc()
             self._emitter.evaluated(entry.request_id, entry.trace, {n: (s.value, s.label) for n, s in scores.items()})
@@ -279,7 +295,6 @@ class Evaluator:
         experiment = self._config.experiments[name]
         new = carried_out(experiment, name, snapshot, step, now)
         if isinstance(step, RollBack):
-            self.state.decided[name] = msgspec.json.encode(self._experiment(name))
             what = f"rolled back {', '.join(step.arms)}"
         else:
             assert experiment.rollout is not None
@@ -290,34 +305,65 @@ class Evaluator:
         self.holder.take(new)
         log.warning("experiment %s: %s: %s", name, what, step.why)
         if isinstance(step, RollBack):
+            self._deciding[name] = snapshot.trials[name], _copied(self.state.evidence[name])
             for arm in step.arms:
                 telemetry.ROLLBACKS.labels(name, arm).inc()
-        await self._report()
+
+    def _report_when_due(self) -> None:
+        """Now and then, when something has come or changed. Intervals take their time, so they are made in a thread, one
+        report at a time, and no more often than a tenth of the time: decisions do not wait for them."""
+        news = self.state.taken, self.holder.current.epoch, len(self._deciding)
+        if self._reporting is not None and self._reporting.done():
+            self._reporting.result()
+            self._reporting = None
+        if self._reporting is None and news != self._told and time.monotonic() >= self._next_report:
+            self._told = news
+            self._reporting = asyncio.create_task(self._report())
 
     async def _report(self) -> None:
         """For whoever asks: a page of JSON in Redis, so that nobody has to ask the evaluator itself."""
-        self._reported_at = time.monotonic()
+        begun = time.monotonic()
+        trials, decisions = self.holder.current.trials, dict(self.decisions)
+        seen = {name: _copied(each) for name, each in self.state.evidence.items()}
+        deciding, self._deciding = self._deciding, {}
+        before = {name: evidence for name, (_, evidence) in deciding.items()}
+        compared, decided = await asyncio.to_thread(lambda: (self._compared(seen), self._compared(before)))
+        for name, (trial, evidence) in deciding.items():
+            page = self._experiment(name, trial, evidence, decided[name], None)
+            self.state.decided[name] = msgspec.json.encode(page)
+        pages = {}
+        for name in self._config.experiments:
+            trial = trials[name]
+            evidence = seen.get(name, Evidence(trial.period))
+            self._track(name, evidence, compared.get(name, []))
+            pages[name] = self._experiment(name, trial, evidence, compared.get(name, []), decisions.get(name))
         page = {
             "at": time.time(),
             "taken": self.state.taken,
-            "experiments": {name: self._experiment(name) for name in self._config.experiments},
+            "experiments": pages,
             "releases": {
                 name: {measure: _told(measure, tally) for measure, tally in tallies.items() if tally.count}
                 for name, tallies in self.state.releases.items()
             },
         }
-        await self._store.hash_set(self._key, "report", msgspec.json.encode(page))
+        with contextlib.suppress(StoreAway):
+            await self._store.hash_set(self._key, "report", msgspec.json.encode(page))
+        self._next_report = time.monotonic() + max(REPORT_S, 9 * (time.monotonic() - begun))
 
-    def _experiment(self, name: str) -> JsonObject:
-        experiment, trial = self._config.experiments[name], self.holder.current.trials[name]
-        plan, evidence = plan_of(experiment), self.state.evidence.get(name, Evidence(trial.period))
-        compared = ev.compare(plan, evidence)
+    def _compared(self, seen: Mapping[str, Evidence]) -> dict[str, list[Comparison]]:
+        known = self._config.experiments
+        return {name: ev.compare(plan_of(known[name]), each) for name, each in seen.items() if name in known}
+
+    def _experiment(
+        self, name: str, trial: Trial, evidence: Evidence, compared: list[Comparison], decision: Decision | None
+    ) -> JsonObject:
+        experiment = self._config.experiments[name]
+        plan = plan_of(experiment)
         mismatch = ev.shares_differ(evidence, trial.weights) if evidence.period == trial.period else None
-        self._track(name, evidence, compared)
-        _gauge(name, evidence, compared, mismatch)
-        decision, decided = self.decisions.get(name), self.state.decided.get(name)
+        _gauge(name, evidence, mismatch)
+        decided = self.state.decided.get(name) if trial.status == "rolled back" else None
         return {
-            "decided": msgspec.json.decode(decided) if decided and trial.status == "rolled back" else None,
+            "decided": msgspec.json.decode(decided) if decided and decision is not None else None,
             "status": trial.status,
             "stage": trial.stage,
             "stages": experiment.rollout.stages if experiment.rollout else [],
@@ -366,7 +412,7 @@ class Evaluator:
             self.state.tracks[name] = [point for point in track if point.count in counts]
 
 
-def _gauge(name: str, evidence: Evidence, compared: list[Comparison], mismatch: float | None) -> None:
+def _gauge(name: str, evidence: Evidence, mismatch: float | None) -> None:
     for arm, seen in evidence.arms.items():
         telemetry.EXPERIMENT_EXPOSURES.labels(name, arm).set(seen.exposures)
         for measure, tally in seen.tallies.items():

@@ -268,7 +268,7 @@ def more_until(decided: Callable[[float], bool], count: float) -> int | None:
         if factor * count > MOST:
             return None
     low, high = factor / 2, factor
-    for _ in range(12):
+    for _ in range(6):  # it is advice, not a promise
         middle = (low + high) / 2
         low, high = (low, middle) if decided(middle) else (middle, high)
     return math.ceil(max(0.0, high - 1) * count)

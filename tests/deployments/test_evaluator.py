@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -46,6 +47,7 @@ async def evaluator(store: Store, config: Config, running: bool = True) -> Async
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        await found.close()
         await reading.close()
 
 
@@ -88,6 +90,10 @@ async def test_an_arm_that_users_dislike_is_rolled_back_by_itself(serve: Any, ba
         assert after == {"large-v1"}
         log = await SnapshotBoard(store, config).changes()
         assert [(each.who, each.what) for each in log] == [("evaluator", "rolled back large-v2")]
+        await until(lambda: "manners" in judge.state.decided)
+        page = json.loads(judge.state.decided["manners"])
+        assert (page["status"], page["arms"]["large-v2"]["weight"]) == ("running", 0.5)
+        assert ["feedback", "large-v2"] in page["fallen"]
         assert judge.holder.current.generations == {"large-v2": 1}
         follower.cancel()
 
