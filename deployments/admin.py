@@ -99,6 +99,7 @@ def create_admin_app(serving: Callable[[], Config], store: Store, environ: Mappi
             "evaluators": [_member(member) for member in members if member.model == registry.EVALUATOR],
             "tiers": {name: _tier(serving(), snapshot, name) for name in serving().tiers},
             "epoch": snapshot.epoch,
+            "alerts": (await evaluated(store))["alerts"],
         }
 
     @app.get("/admin/experiments")
@@ -308,5 +309,5 @@ def before(revisions: Sequence[Revision], serving: int) -> int:
 async def evaluated(store: Store) -> JsonObject:
     """The evaluator's last report; empty before the first."""
     raw = (await store.hash_all(store.key("evaluator"))).get("report")
-    found: JsonObject = msgspec.json.decode(raw) if raw else {"experiments": {}, "releases": {}}
+    found: JsonObject = msgspec.json.decode(raw) if raw else {"experiments": {}, "releases": {}, "alerts": []}
     return found

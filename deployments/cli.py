@@ -155,6 +155,8 @@ def status(admin_url: AdminOption = DEFAULT_ADMIN_URL, as_json: JsonOption = Fal
     out.print(tiers)
     gateways = ", ".join(f"{each['name']} (pid {each['pid']}, {each['rss_mib']} MiB)" for each in facts["gateways"])
     out.print(f"Gateways: {gateways}.", highlight=False)
+    for alert in facts["alerts"]:
+        out.print(f"Alert: {alert}", style="red", highlight=False, markup=False)
     applying = f" (revision {facts['applying']} is being applied)" if facts["applying"] else ""
     uptime = f"up {facts['uptime_s']:.0f} s, version {facts['version']}"
     out.print(f"Revision {facts['revision']}{applying}, epoch {facts['epoch']}, {uptime}.", highlight=False)

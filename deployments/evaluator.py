@@ -44,6 +44,11 @@ MOST_UNITS = 1_000_000
 POINTS = 400
 """Of the track of an experiment; when there are more, every other one goes."""
 
+WINDOW = 500
+"""Requests of a release that are compared with all before them."""
+DRIFT_ALPHA = 0.001
+"""Chance that a window is called worse when nothing has changed."""
+
 COMMIT = """
 -- KEYS: state, stream; ARGV: position expected, position new, state new, then key, field, value of each unit.
 -- 0 when somebody else has taken samples in since.
@@ -84,6 +89,11 @@ class State(msgspec.Struct):
     """Of each experiment that was rolled back: what was known then, as JSON."""
     alerted: dict[str, int] = {}
     """The period in which each experiment was last noted in the log as worse, or as mismatched."""
+    past: dict[str, dict[str, Tally]] = {}
+    """Of each release, all windows but the present one, which is in `recent`."""
+    recent: dict[str, dict[str, Tally]] = {}
+    drift: dict[str, dict[str, str]] = {}
+    """What was worse in the last whole window than before, by release and measure."""
     taken: int = 0
 
 
@@ -107,6 +117,8 @@ class Evaluator:
         self._reporting: asyncio.Task[None] | None = None
         self._next_report = 0.0
         self._told: tuple[int, int, int] | None = None
+        self._drifted: list[tuple[str, str]] = []
+        """Releases and what was worse, to be noted in the log."""
         self._deciding: dict[str, tuple[Trial, Evidence]] = {}
         """As it was when an arm has just been rolled back, to be shown."""
         self.decisions: dict[str, Decision] = {}
@@ -196,9 +208,10 @@ class Evaluator:
         scores: Mapping[str, Score],
         exposures: int,
     ) -> None:
-        tallies = self.state.releases.setdefault(release, {})
-        for name, score in scores.items():
-            tallies.setdefault(name, Tally()).add(MEASURES[name], score, None)
+        for tallies in (self.state.releases.setdefault(release, {}), self.state.recent.setdefault(release, {})):
+            for name, score in scores.items():
+                tallies.setdefault(name, Tally()).add(MEASURES[name], score, None)
+        self._look_for_drift(release)
         if experiment not in self._config.experiments or not exposed:
             return
         evidence = self._evidence_of(experiment, period)
@@ -213,6 +226,22 @@ class Evaluator:
                 before = self._seen(experiment, name, unit)
                 after = counted.tallies.setdefault(name, Tally()).add(MEASURES[name], scores[name], before)
                 self._remember(experiment, name, unit, after)
+
+    def _look_for_drift(self, release: str) -> None:
+        """When a window of the release is full; then it belongs to the past."""
+        recent = self.state.recent[release]
+        if recent.get("error", Tally()).count < WINDOW:
+            return
+        past = self.state.past.setdefault(release, {})
+        found = ev.drifted(past, recent, DRIFT_ALPHA)
+        for measure in {*found, *self.state.drift.get(release, {})}:
+            telemetry.RELEASE_DRIFT.labels(release, measure).set(float(measure in found))
+        if found:
+            self._drifted.append((release, "; ".join(found.values())))
+        self.state.drift[release] = found
+        for name, tally in recent.items():
+            past.setdefault(name, Tally()).take_in(tally)
+        self.state.recent[release] = {}
 
     def _evidence_of(self, experiment: str, period: int) -> Evidence | None:
         """Of the latest period that anybody has heard of; None for an older one."""
@@ -283,6 +312,11 @@ class Evaluator:
             if evidence.period == trial.period and ev.shares_differ(evidence, trial.weights) is not None:
                 await self._note(name, "sample ratio mismatch", "units did not come to the arms by their shares")
 
+        while self._drifted:
+            release, why = self._drifted.pop(0)
+            log.warning("release %s has drifted: %s", release, why)
+            await self._board.note(Change(self.holder.current.epoch, now, "evaluator", release, "drift", why))
+
     async def _note(self, name: str, what: str, why: str) -> None:
         """In the log, once a period."""
         period, key = self.holder.current.trials[name].period, f"{name}\0{what}"
@@ -341,6 +375,7 @@ class Evaluator:
             "at": time.time(),
             "taken": self.state.taken,
             "experiments": pages,
+            "alerts": self._alerts(pages, decisions),
             "releases": {
                 name: {measure: _told(measure, tally) for measure, tally in tallies.items() if tally.count}
                 for name, tallies in self.state.releases.items()
@@ -349,6 +384,13 @@ class Evaluator:
         with contextlib.suppress(StoreAway):
             await self._store.hash_set(self._key, "report", msgspec.json.encode(page))
         self._next_report = time.monotonic() + max(REPORT_S, 9 * (time.monotonic() - begun))
+
+    def _alerts(self, pages: Mapping[str, JsonObject], decisions: Mapping[str, Decision]) -> list[str]:
+        """What an operator should look at, a line each."""
+        found = [f"experiment {n}: worse: {d.why}" for n, d in decisions.items() if isinstance(d, Alert)]
+        found += [f"experiment {n}: sample ratio mismatch" for n, page in pages.items() if page["mismatch"] is not None]
+        drift = self.state.drift.items()
+        return found + [f"release {name} has drifted: {'; '.join(why.values())}" for name, why in drift if why]
 
     def _compared(self, seen: Mapping[str, Evidence]) -> dict[str, list[Comparison]]:
         known = self._config.experiments

@@ -14,6 +14,8 @@ from gearshift.eval.scores import MEASURES, Measured, Score
 from gearshift.eval.sequential import Interval, Mean, Rate
 
 P95 = 0.95
+DRIFT_LEAST = 100
+"""Values of a measure on each side, before its drift is looked at."""
 Verdict = Literal["better", "worse", "can't tell yet", "too few", "not measured"]
 
 
@@ -51,6 +53,18 @@ class Tally(msgspec.Struct, omit_defaults=True):
         self.unit_counts += after[1] ** 2 - times**2
         self.unit_products += after[0] * after[1] - total * times
         return after
+
+    def take_in(self, other: Tally) -> None:
+        """Adds what another one has seen of other units."""
+        self.count += other.count
+        self.unscored += other.unscored
+        self.sum += other.sum
+        self.squares += other.squares
+        for place, count in other.buckets.items():
+            self.buckets[place] = self.buckets.get(place, 0) + count
+        self.unit_values += other.unit_values
+        self.unit_counts += other.unit_counts
+        self.unit_products += other.unit_products
 
     @property
     def mean(self) -> float:
@@ -237,6 +251,19 @@ def shares_differ(evidence: Evidence, shares: Mapping[str, float], alpha: float 
     counts = [evidence.arms[arm].units if arm in evidence.arms else 0 for arm in arms]
     log_e = seq.shares_differ(counts, [shares[arm] for arm in arms])
     return log_e if log_e > seq.surprise(alpha) else None
+
+
+def drifted(past: Mapping[str, Tally], recent: Mapping[str, Tally], alpha: float) -> dict[str, str]:
+    """Measures of a release that are surely worse in its last requests than in those before, and by how much. `alpha`: chance of
+    naming any, for one such look."""
+    both = [name for name in recent if name in past and min(past[name].count, recent[name].count) >= DRIFT_LEAST]
+    found = {}
+    for name in both:
+        measured = MEASURES[name]
+        if worse(measured, past[name], recent[name], 0.0) > seq.surprise(alpha / len(both)):
+            now, before = value_of(measured, recent[name]), value_of(measured, past[name])
+            found[name] = f"{name} {now:.4g} in the last {recent[name].count}, {before:.4g} before"
+    return found
 
 
 def _pairs(

@@ -42,6 +42,7 @@ def draw(name: str, found: JsonObject, path: Path) -> None:
         if ratio:  # an interval that is still open at an end fills the panel
             axis.set(yscale="log", ylim=(1 / WIDEST_RATIO, WIDEST_RATIO))
             axis.set_yticks([0.25, 0.5, 1, 2, 4], ["¼", "½", "1", "2", "4"])
+            axis.set_yticks([], minor=True)
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8)
     figure.savefig(path, dpi=100)

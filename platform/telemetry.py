@@ -122,6 +122,12 @@ EXPERIMENT_MISMATCH = Gauge(
 EXPERIMENT_ALERT = Gauge(
     "gearshift_experiment_alert", "1 while a guard is surely worse", ["experiment", "arm"], multiprocess_mode="livemax"
 )
+RELEASE_DRIFT = Gauge(
+    "gearshift_release_drift",
+    "1 when the measure was worse in the release's last requests than in those before",
+    ["release", "measure"],
+    multiprocess_mode="livemax",
+)
 WEBHOOKS = Counter("gearshift_webhooks", "Changes told to webhooks", ["result"])
 ROLLBACKS = Counter("gearshift_rollbacks", "Arms that were rolled back by the evaluator", ["experiment", "arm"])
 ABANDONED = Counter("gearshift_abandoned_requests", "Requests whose client went away")

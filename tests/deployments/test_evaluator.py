@@ -20,6 +20,7 @@ from gearshift.platform.cache.store import Store
 from gearshift.platform.config import Config, Telemetry
 from gearshift.platform.engine.echo import EchoEngine
 from gearshift.platform.errors import InvalidRequest
+from gearshift.platform.samples import Sample
 from gearshift.platform.telemetry import Emitter
 
 pytestmark = pytest.mark.anyio
@@ -270,3 +271,24 @@ async def test_what_is_left_to_a_person_is_noted_once(store: Store, base_config:
         noted = await judge._board.changes()
     assert [(each.who, each.what) for each in noted] == [("evaluator", "worse: large-v2")]
     assert "feedback 0.4 against 0.95" in noted[0].why
+
+
+async def test_a_release_that_drifts_is_an_alert_until_it_is_well_again(store: Store, base_config: str) -> None:
+    async with evaluator(store, config_file.parse(text_of(base_config)), False) as judge:
+        judge.holder.take(await judge._board.open())
+
+        def answers(count: int, bad: int) -> None:
+            for n in range(count):
+                text = "" if n < bad else "A whole answer."
+                judge._take(Sample(request_id=f"r{n}", release="small-v1", answer=text, has_text=True))
+
+        answers(1000, 20)
+        assert judge.state.drift["small-v1"] == {}
+        answers(500, 200)
+        await judge._decide()
+        assert list(judge.state.drift["small-v1"]) == ["valid", "empty"]
+        noted = await judge._board.changes()
+        assert [(each.experiment, each.what) for each in noted] == [("small-v1", "drift")]
+        assert judge._alerts({}, {})[0].startswith("release small-v1 has drifted: valid 0.6")
+        answers(500, 10)
+        assert judge._alerts({}, {}) == []

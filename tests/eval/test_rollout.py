@@ -196,3 +196,19 @@ def test_every_measure_of_the_config_has_a_score() -> None:
     from gearshift.platform.config import Measure
 
     assert set(get_args(Measure)) == set(MEASURES)
+
+
+def test_a_release_that_gets_worse_than_it_was_is_noticed_and_an_even_one_is_not() -> None:
+    past = {"valid": tally("valid", [1.0] * 950 + [0.0] * 50), "ttft_p95": tally("ttft_p95", [0.1] * 400)}
+    worse = {"valid": tally("valid", [1.0] * 400 + [0.0] * 100), "ttft_p95": tally("ttft_p95", [0.1] * 200)}
+    assert ev.drifted(past, worse, 0.001) == {"valid": "valid 0.8 in the last 500, 0.95 before"}
+    even = {"valid": tally("valid", [1.0] * 470 + [0.0] * 30)}
+    assert ev.drifted(past, even, 0.001) == {}
+    assert ev.drifted({}, worse, 0.001) == {}
+
+
+def test_two_tallies_together_are_one_of_all() -> None:
+    values = [0.125, 0.25, 0.5, 1.0]  # exact in binary
+    both = tally("ttft_p95", values[:2])
+    both.take_in(tally("ttft_p95", values[2:]))
+    assert both == tally("ttft_p95", values)
