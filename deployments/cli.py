@@ -45,7 +45,7 @@ ConfigArgument = Annotated[Path | None, typer.Argument(help="Deployment config; 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 UrlOption = Annotated[str, typer.Option(envvar="GEARSHIFT_URL", help="The API's address.")]
 AdminOption = Annotated[str, typer.Option("--admin-url", envvar="GEARSHIFT_ADMIN_URL", help="The admin API's address.")]
-WATCH_S = 0.25
+WATCH_S = 0.5
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 

@@ -88,9 +88,12 @@ class SampleLog:
                 await self._store.script(
                     PUT, [stream_of(self._store)], self._settings.buffer, ttl_ms, prefix, *arguments
                 )
-            except (StoreAway, asyncio.CancelledError):
+            except StoreAway:
                 self._waiting.extendleft(reversed(batch))
                 return
+            except asyncio.CancelledError:
+                self._waiting.extendleft(reversed(batch))
+                raise
 
     async def feedback(self, feedback: Feedback) -> bool:
         """Whether it counts: only the first on each request does. Raises `NotFound` for a request that this tenant never

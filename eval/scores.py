@@ -42,7 +42,7 @@ NO_ANSWER = Score(None, "no answer")
 
 def error(sample: Sample) -> Score:
     """The client got an error that was ours. One that went away, or asked for nonsense, is none."""
-    return Score(float(sample.status >= 500 or sample.error == "content_filter"), sample.error)
+    return Score(float(sample.status >= 500), sample.error)
 
 
 def empty(sample: Sample) -> Score:

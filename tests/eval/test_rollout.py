@@ -176,6 +176,11 @@ def test_an_answer_that_is_none_is_seen_at_a_glance(given: Sample, label: str, v
     assert valid_score(given) == Score(value, label)
 
 
+def test_an_error_is_ours_or_it_is_none() -> None:
+    ours, theirs, gone = (MEASURES["error"].score(sample(status=status, error="x")).value for status in (503, 400, 499))
+    assert (ours, theirs, gone) == (1.0, 0.0, 0.0)
+
+
 def test_what_can_t_be_scored_is_not_scored() -> None:
     hit = sample(cache="hit", ttft_s=0.1, cost_dollars=1.0)
     assert MEASURES["cost"].score(hit).value is None
