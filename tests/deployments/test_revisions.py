@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -120,7 +124,7 @@ from gearshift.platform import config_file
 step = sys.argv[2]
 deployment = Deployment(config_file.load(Path(sys.argv[1])), who="test", on_step=lambda at: os._exit(70) if at == step else None)
 print("READY", flush=True)
-until = time.monotonic() + 60
+until = time.monotonic() + 400
 while time.monotonic() < until and not os.path.exists(sys.argv[3]):
     deployment.watch()
     time.sleep(0.05)
@@ -139,8 +143,12 @@ def free_port() -> int:
 @contextmanager
 def running(config: Path, step: str, stop: Path) -> Iterator[subprocess.Popen[str]]:
     """A deployment that dies after the step; none of its processes outlives this."""
+    folder = tempfile.mkdtemp(prefix="gs-")  # what dies in the middle leaves its files behind
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(config), step, str(stop)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCRIPT, str(config), step, str(stop)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": folder},
     )
     assert process.stdout is not None
     while (line := process.stdout.readline()) and "READY" not in line:
@@ -151,12 +159,15 @@ def running(config: Path, step: str, stop: Path) -> Iterator[subprocess.Popen[st
         yield process
     finally:
         stop.touch()
-        process.wait(60)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(120)
+        process.kill()
         stop.unlink()
         _, alive = psutil.wait_procs(family, timeout=3)  # some agents of Ray stay behind for a while after a crash
         for each in alive:
             each.kill()
         process.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def served_by(url: str) -> set[str]:
@@ -203,7 +214,7 @@ redis: {{url: "{redis_server.url}", namespace: {namespace}}}
             else:
                 await revisions.begin(old, head.serving, "test", step, "rollback", of=1)
             wanted = dumped(new) if serving.config == dumped(old) else dumped(old)
-            assert process.wait(60) == 70
+            assert process.wait(120) == 70
             ends.append(step)
             await store.close()
     with running(file, "never", stop):
@@ -262,7 +273,7 @@ redis: {{url: "{redis_server.url}", namespace: {namespace}}}
         try:
             for config, outcome, serving in ((broken, "undone", 1), (faster, "applied", 3)):
                 await revisions.begin(config, 1, "test", "", "apply")
-                async with asyncio.timeout(90):
+                async with asyncio.timeout(180):
                     while not (await revisions.head()).settled:
                         await asyncio.sleep(0.05)
                 head = await revisions.head()
