@@ -73,7 +73,7 @@ class Revisions:
         """Raises `StoreAway`, as everything here."""
         found = {name: value.decode() for name, value in (await self._store.hash_all(self._head)).items()}
         numbers = {name: int(found.get(name, 0)) for name in ("serving", "target", "active")}
-        outcome: Outcome = found.get("outcome", "")  # type: ignore[assignment]
+        outcome: Outcome = found.get("outcome", "")  # type: ignore[assignment]  # only `_settle` writes it
         return Head(**numbers, outcome=outcome, problem=found.get("problem", ""))
 
     async def all(self) -> list[Revision]:

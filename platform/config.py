@@ -145,7 +145,7 @@ Measure = Literal[
 class Rollout(Section):
     """Gives a candidate more and more of the traffic, as long as no guard is surely worse."""
 
-    stages: Annotated[list[Annotated[float, Field(ge=0, le=100)]], Field(min_length=1)] = [1, 5, 25, 50, 100]
+    stages: Annotated[list[Annotated[float, Field(gt=0, le=100)]], Field(min_length=1)] = [1, 5, 25, 50, 100]
     """Shares of the units that the candidate serves, in %."""
     min_samples: Count = 200
     """Exposures of the candidate before the next stage."""

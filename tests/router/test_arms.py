@@ -150,6 +150,7 @@ def test_stages_of_a_rollout_follow_each_other_to_the_end() -> None:
         ("{arms: {a: 1, b: 1}, baseline: c}", "none of the arms"),
         ("{arms: {a: 1}, rollout: {}}", "exactly two arms"),
         ("{arms: {a: 1, b: 1}, rollout: {stages: [5, 5]}}", "greater than"),
+        ("{arms: {a: 1, b: 1}, rollout: {stages: [0, 5]}}", "greater than 0"),
         ("{arms: {a: 1, b: 1}, aa: true}", "exactly one arm"),
         ("{arms: {a: 1, b: 1}, layer_share: 0.5}", "needs a layer"),
         ("{arms: {a: 1, b: 1}, metrics: [sucess]}", "experiments.x.metrics"),
