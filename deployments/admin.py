@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from gearshift import __version__
 from gearshift.deployments import registry
 from gearshift.deployments.control import SnapshotBoard
+from gearshift.deployments.files import check_files
 from gearshift.deployments.plan import plan
 from gearshift.deployments.replicas import Place
 from gearshift.deployments.revisions import Kind, Revision, Revisions
@@ -29,7 +30,6 @@ from gearshift.platform.errors import ConfigError, GearshiftError, InvalidReques
 from gearshift.platform.request import JsonObject
 from gearshift.platform.tenants import require_token
 from gearshift.router.arms import Snapshot
-from gearshift.router.router import Router
 
 Who = Annotated[str, Header()]
 """Who acts, for the log; it is not checked."""
@@ -167,7 +167,7 @@ def create_admin_app(serving: Callable[[], Config], store: Store, environ: Mappi
             )
         if planned.empty:
             raise InvalidRequest("Nothing would change.")
-        Router(new)
+        check_files(new)
         based_on = based_on or (await revisions.head()).serving
         return _revision(await revisions.begin(new, based_on, who, why, kind, of))
 

@@ -17,6 +17,7 @@ from gearshift import __version__
 from gearshift.deployments import cli_bench, cli_eval, cli_experiment, cli_revision, cli_router, client
 from gearshift.deployments.cli_experiment import DEFAULT_ADMIN_URL, who
 from gearshift.deployments.consoles import config_path, err, out
+from gearshift.deployments.files import check_files
 from gearshift.deployments.progress import bars
 from gearshift.deployments.revisions import dumped
 from gearshift.platform.config import AUTO, Config
@@ -24,7 +25,6 @@ from gearshift.platform.config_file import load
 from gearshift.platform.errors import GearshiftError
 from gearshift.platform.tenants import hash_key, new_key
 from gearshift.platform.weights import packaged, source
-from gearshift.router.router import Router
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 models_app = typer.Typer(no_args_is_help=True, help="Weights on this machine.")
@@ -206,7 +206,7 @@ def config_check(
 ) -> None:
     """Check a config and print it with all defaults filled in. Every problem is shown, with its line."""
     loaded = load(config)
-    Router(loaded)  # its files are a part of the config
+    check_files(loaded)
     resolved = loaded.model_dump(mode="json")
     if as_json:
         out.print_json(data=resolved)

@@ -58,12 +58,14 @@ def status(
     if found["decided"]:
         out.print("What follows is what was known when it was rolled back.", highlight=False)
         found = found["decided"]
+    hidden = any(each["shadows"] for each in found["arms"].values())
     arms = Table(title="Arms", title_justify="left")
-    for column in ("arm", "share", "exposures", f"{found['unit']}s"):
+    for column in ("arm", "share", "exposures", f"{found['unit']}s", *(["in the shadow"] if hidden else [])):
         arms.add_column(column, justify="left" if column == "arm" else "right")
     for arm, each in found["arms"].items():
         role = " (baseline)" if arm == found["baseline"] else ""
-        arms.add_row(arm + role, f"{each['weight']:.4g}", f"{each['exposures']:,}", f"{each['units']:,}")
+        shadows = [f"{each['shadows']:,}"] if hidden else []
+        arms.add_row(arm + role, f"{each['weight']:.4g}", f"{each['exposures']:,}", f"{each['units']:,}", *shadows)
     out.print(arms)
     measures = Table(title=_measures_title(found), title_justify="left")
     for column in ("measure", "arm", found["baseline"], "arm's", "difference", "verdict"):
@@ -170,7 +172,7 @@ def _measures_title(found: dict[str, Any]) -> str:
 def _number(each: dict[str, Any], value: float | None) -> str:
     if value is None:
         return "—"
-    if each["kind"] == "rate":
+    if each["kind"] in ("rate", "preference"):
         return f"{value:.1%}"
     return f"{value * 1000:.3g} ms" if each["unit"] == "s" else f"{each['unit']}{value:.3g}"
 
@@ -179,7 +181,7 @@ def _interval(each: dict[str, Any]) -> str:
     low, high = each["interval"]
     if each["verdict"] in ("not measured", "too few") or (round(low or 0, 2) == 0 and high is None):
         return "—"
-    if each["kind"] == "rate":
+    if each["kind"] in ("rate", "preference"):
         return f"{100 * low:+.1f} to {100 * high:+.1f} points"
     if each["kind"] == "p95":
         return f"× {low or 0:.2f} to " + ("any" if high is None else f"{high:.2f}")

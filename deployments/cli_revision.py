@@ -14,11 +14,11 @@ from rich.table import Table
 from gearshift.deployments import client
 from gearshift.deployments.cli_experiment import DEFAULT_ADMIN_URL, AdminUrl, JsonOption, Why, who
 from gearshift.deployments.consoles import err, out
+from gearshift.deployments.files import check_files
 from gearshift.deployments.plan import Plan, plan
 from gearshift.platform import config_file
 from gearshift.platform.config import Config
 from gearshift.platform.errors import GearshiftError
-from gearshift.router.router import Router
 
 File = Annotated[Path, typer.Argument(help="Deployment config.")]
 TIMEOUT_S = 900.0
@@ -96,7 +96,7 @@ def diff(
 def _planned(file: Path, admin_url: str) -> tuple[Config, int, Plan]:
     """The config, the revision that serves, and what lies between them. Raises `ConfigError`."""
     config = config_file.load(file)
-    Router(config)  # its files are a part of the config
+    check_files(config)
     serving = client.admin(admin_url, "GET", "/admin/revisions")["head"]["serving"]
     old = _config(client.admin(admin_url, "GET", f"/admin/revisions/{serving}"), serving)
     return config, serving, plan(old, config)

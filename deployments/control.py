@@ -110,11 +110,11 @@ class SnapshotBoard:
         """A person's word goes over what the evidence still lacks."""
         experiment = self._experiment(name)
         trial = (await self.read()).trials[name]
-        stages = experiment.rollout.stages if experiment.rollout else []
-        if trial.stage < 0 or trial.stage + 1 >= len(stages):
+        rollout = experiment.rollout
+        if rollout is None or trial.stage < 0 or trial.stage + 1 >= len(rollout.stages):
             raise InvalidRequest(f"{name!r} has no next stage; it is {trial.status}.")
         step = trials.Advance(trial.stage + 1, why or "by hand")
-        return await self._decided(name, step, who, f"stage {stages[step.stage]:g} %", why)
+        return await self._decided(name, step, who, trials.stage_name(rollout, step.stage), why)
 
     async def abort(self, name: str, who: str = "", why: str = "") -> Snapshot:
         """Everything goes back to the baseline."""

@@ -12,24 +12,30 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from gearshift.deployments import canaries
+from gearshift.deployments.canaries import Canaries
 from gearshift.deployments.control import Change, SnapshotBoard, SnapshotHolder
+from gearshift.deployments.judge import MOST_WAITING, Judge, chosen, pairs_of
+from gearshift.deployments.prober import Prober
 from gearshift.deployments.samples import BATCH, decode, stream_of
 from gearshift.deployments.webhooks import Webhooks
 from gearshift.eval import evidence as ev
+from gearshift.eval.canary import Watched
 from gearshift.eval.evidence import Arm, Comparison, Evidence, Seen, Tally
 from gearshift.eval.rollout import Alert, Decision, decide, plan_of
-from gearshift.eval.scores import MEASURES, Score, feedback_value
+from gearshift.eval.scores import LATER, MEASURES, Score, feedback_value
 from gearshift.platform import telemetry
 from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.config import Config
 from gearshift.platform.request import JsonObject
-from gearshift.platform.samples import Asked, Feedback, Sample
+from gearshift.platform.samples import Asked, Exposure, Feedback, Judged, Sample
+from gearshift.router import trials
 from gearshift.router.arms import Snapshot, Trial, arms_of
 from gearshift.router.trials import Advance, RollBack, carried_out
 
@@ -49,15 +55,22 @@ WINDOW = 500
 DRIFT_ALPHA = 0.001
 """Chance that a window is called worse when nothing has changed."""
 
+Kind = Literal["exposure", "shadow", "more"]
+"""Of what is counted: an arm that served, one in the shadow, or a score that came later."""
+
 COMMIT = """
--- KEYS: state, stream; ARGV: position expected, position new, state new, then key, field, value of each unit.
+-- KEYS: state, stream, pairs for the judge; ARGV: position expected, position new, state new, most pairs that wait, number of
+-- new pairs, these, then key, field, value of each unit.
 -- 0 when somebody else has taken samples in since.
 local position = redis.call('HGET', KEYS[1], 'position') or '0-0'
 if position ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'position', ARGV[2], 'state', ARGV[3])
 redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
 redis.call('XDEL', KEYS[2], ARGV[2])
-for i = 4, #ARGV, 3 do redis.call('HSET', ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
+local first = 6 + tonumber(ARGV[5])
+for i = 6, first - 1 do redis.call('RPUSH', KEYS[3], ARGV[i]) end
+redis.call('LTRIM', KEYS[3], -tonumber(ARGV[4]), -1)
+for i = first, #ARGV, 3 do redis.call('HSET', ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
 return 1
 """
 
@@ -94,14 +107,23 @@ class State(msgspec.Struct):
     recent: dict[str, dict[str, Tally]] = {}
     drift: dict[str, dict[str, str]] = {}
     """What was worse in the last whole window than before, by release and measure."""
+    judged: dict[str, int] = {}
+    """Pairs of answers by what the judge said."""
     taken: int = 0
 
 
 class Evaluator:
     """Owns the evidence. One a deployment; a second one takes over where the first one ended."""
 
-    def __init__(self, config: Config, store: Store, reading: Store, emitter: telemetry.Emitter) -> None:
-        """`reading`: a store of its own for waiting on samples."""
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        reading: Store,
+        emitter: telemetry.Emitter,
+        prober: Prober | None = None,
+    ) -> None:
+        """`reading`: a store of its own for waiting on samples. `prober`: needed for a judge and for canaries."""
         self._config = config
         self._store = store
         self._reading = reading
@@ -109,6 +131,9 @@ class Evaluator:
         self._board = SnapshotBoard(store, config)
         self.holder = SnapshotHolder(Snapshot.of(config))
         self._key = store.key("evaluator")
+        self._prober = prober
+        self._pairs: list[bytes] = []
+        """For the judge, since the last commit."""
         self.state = State()
         self._position = "0-0"
         self._units: dict[str, dict[str, Seen]] = {}
@@ -125,10 +150,12 @@ class Evaluator:
 
     async def run(self) -> None:
         """Until cancelled."""
-        tasks = [
-            asyncio.create_task(self._board.follow(self.holder)),
-            asyncio.create_task(Webhooks(self._config, self._store, os.environ).run()),
-        ]
+        work = [self._board.follow(self.holder), Webhooks(self._config, self._store, os.environ).run()]
+        if self._prober is not None and self._config.evaluation.judge is not None:
+            work.append(Judge(self._config, self._store, self._prober).run())
+        if self._prober is not None and self._config.evaluation.canaries is not None:
+            work.append(Canaries(self._config, self._store, self._prober).run())
+        tasks = [asyncio.create_task(each) for each in work]
         try:
             while True:
                 try:
@@ -158,7 +185,7 @@ class Evaluator:
         found = await self._store.hash_all(self._key)
         self._position = found["position"].decode() if "position" in found else "0-0"
         self.state = msgspec.msgpack.decode(found["state"], type=State) if "state" in found else State()
-        self._units, self._changed = {}, {}
+        self._units, self._changed, self._pairs = {}, {}, []
         for name, evidence in self.state.evidence.items():
             units = await self._store.hash_all(self._units_key(name, evidence.period))
             self._units[name] = {field: msgspec.msgpack.decode(value, type=Seen) for field, value in units.items()}
@@ -179,53 +206,58 @@ class Evaluator:
         self._report_when_due()
         return len(entries)
 
-    def _take(self, entry: Sample | tuple[Asked, Feedback]) -> None:
+    def _take(self, entry: Sample | Judged | tuple[Asked, Feedback]) -> None:
         self.state.taken += 1
         if isinstance(entry, Sample):
-            scores = {name: measured.score(entry) for name, measured in MEASURES.items() if name != "feedback"}
-            self._count(entry.release, entry.experiment, entry.arm, entry.period, entry.unit, entry.exposed, scores, 1)
-            evidence = self.state.evidence.get(entry.experiment)
-            if evidence is not None and entry.exposed:
-                evidence.first_at, evidence.last_at = evidence.first_at or entry.at, entry.at
+            scores = {name: measured.score(entry) for name, measured in MEASURES.items() if name not in LATER}
+            self._count(entry.release, entry.exposures, scores, "shadow" if entry.shadow else "exposure")
+            for exposure in entry.exposures:
+                evidence = self.state.evidence.get(exposure.experiment)
+                if evidence is not None:
+                    evidence.first_at, evidence.last_at = evidence.first_at or entry.at, entry.at
+            judging = self._config.evaluation.judge
+            if judging is not None and entry.shadow and entry.status == 200:
+                self._pairs += chosen(entry, judging.share)
             telemetry.SCORED.labels(entry.release).inc()
             self._emitter.evaluated(entry.request_id, entry.trace, {n: (s.value, s.label) for n, s in scores.items()})
             return
-        asked, feedback = entry
-        score = feedback_value(feedback)
-        self._count(
-            asked.release, asked.experiment, asked.arm, asked.period, asked.unit, asked.exposed, {"feedback": score}, 0
-        )
-        self._emitter.evaluated(feedback.request_id, "", {"feedback": (score.value, score.label)})
+        if isinstance(entry, Judged):
+            request_id, trace, score = entry.request_id, entry.trace, Score(entry.value, entry.label)
+            release, exposures, measure = entry.release, entry.exposures, entry.measure
+        else:
+            asked, feedback = entry
+            request_id, trace, score = feedback.request_id, "", feedback_value(feedback)
+            release, exposures, measure = asked.release, asked.exposures, "feedback"
+        if measure == "preferred":
+            self.state.judged[score.label] = self.state.judged.get(score.label, 0) + 1
+        self._count(release, exposures, {measure: score}, "more")
+        self._emitter.evaluated(request_id, trace, {measure: (score.value, score.label)})
 
-    def _count(
-        self,
-        release: str,
-        experiment: str,
-        arm: str,
-        period: int,
-        unit: str,
-        exposed: bool,
-        scores: Mapping[str, Score],
-        exposures: int,
-    ) -> None:
+    def _count(self, release: str, exposures: Sequence[Exposure], scores: Mapping[str, Score], kind: Kind) -> None:
         for tallies in (self.state.releases.setdefault(release, {}), self.state.recent.setdefault(release, {})):
             for name, score in scores.items():
                 tallies.setdefault(name, Tally()).add(MEASURES[name], score, None)
         self._look_for_drift(release)
-        if experiment not in self._config.experiments or not exposed:
-            return
-        evidence = self._evidence_of(experiment, period)
+        for exposure in exposures:
+            if exposure.experiment in self._config.experiments:
+                self._count_for(exposure, scores, kind)
+
+    def _count_for(self, exposure: Exposure, scores: Mapping[str, Score], kind: Kind) -> None:
+        experiment, unit = exposure.experiment, exposure.unit
+        evidence = self._evidence_of(experiment, exposure.period)
         if evidence is None:
             return
-        counted = evidence.arms.setdefault(arm, Arm())
-        counted.exposures += exposures
-        if exposures and self._is_new(experiment, unit):
+        counted = evidence.arms.setdefault(exposure.arm, Arm())
+        counted.exposures += kind == "exposure"
+        counted.shadows += kind == "shadow"
+        if kind == "exposure" and self._is_new(experiment, unit):
             counted.units += 1
         for name in plan_of(self._config.experiments[experiment]).measures:
             if name in scores:
-                before = self._seen(experiment, name, unit)
+                whose = f"{unit}\0{exposure.arm}" if kind == "shadow" or name == "preferred" else unit
+                before = self._seen(experiment, name, whose)
                 after = counted.tallies.setdefault(name, Tally()).add(MEASURES[name], scores[name], before)
-                self._remember(experiment, name, unit, after)
+                self._remember(experiment, name, whose, after)
 
     def _look_for_drift(self, release: str) -> None:
         """When a window of the release is full; then it belongs to the past."""
@@ -279,13 +311,17 @@ class Evaluator:
 
     async def _commit(self, position: str) -> bool:
         changed, self._changed = self._changed, {}
+        pairs, self._pairs = self._pairs, []
         flat = [part for where, seen in changed.items() for part in (*where, msgspec.msgpack.encode(seen))]
         done = await self._store.script(
             COMMIT,
-            [self._key, stream_of(self._store)],
+            [self._key, stream_of(self._store), pairs_of(self._store)],
             self._position,
             position,
             msgspec.msgpack.encode(self.state),
+            MOST_WAITING,
+            len(pairs),
+            *pairs,
             *flat,
         )
         if done:
@@ -332,7 +368,7 @@ class Evaluator:
             what = f"rolled back {', '.join(step.arms)}"
         else:
             assert experiment.rollout is not None
-            what = f"stage {experiment.rollout.stages[step.stage]:g} %"
+            what = trials.stage_name(experiment.rollout, step.stage)
         if not await self._board.write(snapshot, new, Change(new.epoch, now, "evaluator", name, what, step.why)):
             self.holder.take(await self._board.read())  # somebody changed something: look again with it
             return
@@ -365,6 +401,7 @@ class Evaluator:
         for name, (trial, evidence) in deciding.items():
             page = self._experiment(name, trial, evidence, decided[name], None)
             self.state.decided[name] = msgspec.json.encode(page)
+        watched = await self._watched()
         pages = {}
         for name in self._config.experiments:
             trial = trials[name]
@@ -375,7 +412,9 @@ class Evaluator:
             "at": time.time(),
             "taken": self.state.taken,
             "experiments": pages,
-            "alerts": self._alerts(pages, decisions),
+            "alerts": self._alerts(pages, decisions, watched),
+            "judged": self.state.judged,
+            "canaries": {name: _looked(each) for name, each in watched.items()},
             "releases": {
                 name: {measure: _told(measure, tally) for measure, tally in tallies.items() if tally.count}
                 for name, tallies in self.state.releases.items()
@@ -385,12 +424,26 @@ class Evaluator:
             await self._store.hash_set(self._key, "report", msgspec.json.encode(page))
         self._next_report = time.monotonic() + max(REPORT_S, 9 * (time.monotonic() - begun))
 
-    def _alerts(self, pages: Mapping[str, JsonObject], decisions: Mapping[str, Decision]) -> list[str]:
+    def _alerts(
+        self, pages: Mapping[str, JsonObject], decisions: Mapping[str, Decision], watched: Mapping[str, Watched]
+    ) -> list[str]:
         """What an operator should look at, a line each."""
         found = [f"experiment {n}: worse: {d.why}" for n, d in decisions.items() if isinstance(d, Alert)]
         found += [f"experiment {n}: sample ratio mismatch" for n, page in pages.items() if page["mismatch"] is not None]
+        found += [f"release {name}: {each.worse}" for name, each in watched.items() if each.worse]
+        found += [
+            f"release {name}: {each.failed} canaries had no answer" for name, each in watched.items() if each.failed
+        ]
         drift = self.state.drift.items()
         return found + [f"release {name} has drifted: {'; '.join(why.values())}" for name, why in drift if why]
+
+    async def _watched(self) -> dict[str, Watched]:
+        """What the canaries said; a Redis that is away is noticed elsewhere."""
+        if self._config.evaluation.canaries is None:
+            return {}
+        with contextlib.suppress(StoreAway):
+            return await canaries.known(self._store, list(self._config.releases))
+        return {}
 
     def _compared(self, seen: Mapping[str, Evidence]) -> dict[str, list[Comparison]]:
         known = self._config.experiments
@@ -424,6 +477,7 @@ class Evaluator:
                 arm: {
                     "weight": trial.weights.get(arm, 0.0),
                     "exposures": evidence.arms.get(arm, Arm()).exposures,
+                    "shadows": evidence.arms.get(arm, Arm()).shadows,
                     "units": evidence.arms.get(arm, Arm()).units,
                     "unscored": {m: t.unscored for m, t in evidence.arms.get(arm, Arm()).tallies.items() if t.unscored},
                 }
@@ -471,6 +525,18 @@ def _shown(comparison: Comparison) -> dict[str, Any]:
     shown["kind"] = MEASURES[comparison.measure].kind
     shown["unit"] = MEASURES[comparison.measure].unit
     return shown
+
+
+def _looked(watched: Watched) -> JsonObject:
+    asked = len(watched.last)
+    return {
+        "at": watched.at,
+        "rounds": watched.rounds,
+        "questions": asked,
+        "well": sum(watched.last.values()),
+        "failed": watched.failed,
+        "worse": watched.worse,
+    }
 
 
 def _told(measure: str, tally: Tally) -> JsonObject:

@@ -18,10 +18,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gearshift import __version__
+from gearshift.deployments.call import Call, Ticket
 from gearshift.deployments.exposition import metrics_page
 from gearshift.deployments.feedback import parse_feedback
-from gearshift.deployments.pipeline import Call, Pipeline, Ticket, without_text
+from gearshift.deployments.pipeline import Pipeline, without_text
 from gearshift.deployments.samples import Heard, SampleLog
+from gearshift.deployments.shadow import Shadows
 from gearshift.platform import telemetry
 from gearshift.platform.cache.store import StoreAway
 from gearshift.platform.config import Gateway
@@ -53,6 +55,7 @@ def create_app(
     emitter: Emitter,
     ready: Callable[[], str | None],
     samples: SampleLog,
+    shadows: Shadows,
     metrics_token: str | None = None,
 ) -> FastAPI:
     """`serving`: the pipeline of the present revision; a request keeps the one that it began with. `ready` says what is still
@@ -64,7 +67,9 @@ def create_app(
         """The hot route, as plain ASGI: FastAPI's argument machinery has nothing to do for it."""
 
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            await ChatExchange(Request(scope, receive), serving(), config, emitter, samples).respond(receive, send)
+            await ChatExchange(Request(scope, receive), serving(), config, emitter, samples, shadows).respond(
+                receive, send
+            )
 
     app.router.routes.append(Route("/v1/chat/completions", ChatCompletions(), methods=["POST"]))
 
@@ -163,13 +168,21 @@ class ChatExchange:
     """
 
     def __init__(
-        self, request: Request, pipeline: Pipeline, config: Gateway, emitter: Emitter, samples: SampleLog
+        self,
+        request: Request,
+        pipeline: Pipeline,
+        config: Gateway,
+        emitter: Emitter,
+        samples: SampleLog,
+        shadows: Shadows,
     ) -> None:
         self._request = request
         self._pipeline = pipeline
         self._config = config
         self._emitter = emitter
         self._samples = samples
+        self._shadows = shadows
+        self._call: Call | None = None
         self._ticket = Ticket(Record(_new_id()), Heard(samples.wants_text))
         self._record = self._ticket.record
         self._begun = False
@@ -201,7 +214,7 @@ class ChatExchange:
             if isinstance(body, GearshiftError):
                 raise body
             async with asyncio.timeout(self._config.request_timeout_s):
-                call = Call(
+                call = self._call = Call(
                     id=record.request_id,
                     body=parse_chat(body),
                     authorization=headers.get("authorization", ""),
@@ -221,6 +234,8 @@ class ChatExchange:
         finally:
             self._emitter.emit(record, span)
             self._samples.told(record, self._ticket.heard)
+            if self._call is not None:
+                self._shadows.offer(self._pipeline, self._call, self._ticket)
 
     async def _answer(self, call: Call, send: Send) -> None:
         self._record.stream = bool(call.body.stream)

@@ -5,84 +5,45 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from gearshift.deployments.call import Call, Candidate, Ticket, cost, estimate_prompt, estimate_tokens, query_of
 from gearshift.deployments.cascade import Again, GivenUp, second_sample, verified
 from gearshift.deployments.choices import of_choice, several
-from gearshift.deployments.samples import Heard
+from gearshift.deployments.routing import Routing
 from gearshift.guardrails import stream
 from gearshift.guardrails.policy import CompiledPolicy, compile_policy
 from gearshift.guardrails.verdict import Stage, Verdict
 from gearshift.platform import telemetry
 from gearshift.platform.cache import exact
 from gearshift.platform.cache.exact import Answer, ExactCache, Question
-from gearshift.platform.cache.limits import RateLimits, Reservation
-from gearshift.platform.config import AUTO, Config, Price
+from gearshift.platform.cache.limits import RateLimits
+from gearshift.platform.config import AUTO, Config
 from gearshift.platform.engine.protocol import Engine
 from gearshift.platform.errors import (
     ContentBlocked,
     EngineUnavailable,
     GearshiftError,
-    InvalidRequest,
     ModelNotFound,
     Overloaded,
-    PermissionDenied,
     ShuttingDown,
     UpstreamError,
 )
-from gearshift.platform.openai import ChatRequest
 from gearshift.platform.prompts.assemble import assemble
 from gearshift.platform.request import Delta, Message, Request, SamplingParams, Usage
 from gearshift.platform.telemetry import AttemptNote, Record, VerdictNote
 from gearshift.platform.tenants import Caller, Tenants
 from gearshift.router.answers import Attempt, agreement
-from gearshift.router.arms import Served, Snapshot, Units, serve, tier_of_release
+from gearshift.router.arms import Served, Snapshot, in_shadow, release_of
 from gearshift.router.features import Query
-from gearshift.router.policy import Asked, Route
-from gearshift.router.router import Judgement, Router
-
-log = logging.getLogger(__name__)
-
-CHARS_PER_TOKEN = 3
-"""A low guess, so that what is reserved is rarely less than what is used."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One request as it arrived."""
-
-    id: str
-    body: ChatRequest
-    authorization: str = ""
-    no_cache: bool = False
-    tier: str = ""
-    """That the client wants `auto` to take, from its header."""
-    trace: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A release that may answer. `verify`: its answer is judged, as one to this query, before any of it is sent."""
-
-    served: Served
-    verify: Query | None = None
-
-
-class Ticket:
-    """What the steps have learned so far; one a request. The gateway reads the reservation's headers from it."""
-
-    def __init__(self, record: Record, heard: Heard | None = None) -> None:
-        self.record = record
-        self.heard = heard or Heard(wanted=False)
-        self.reservation: Reservation | None = None
+from gearshift.router.router import Judgement
 
 
 class Pipeline:
@@ -103,12 +64,13 @@ class Pipeline:
         self._cache = cache
         self._snapshot = snapshot
         self._tenants = Tenants(config.tenants)
-        self._router = Router(config)
-        self.drift = self._router.drift()
+        self._routing = Routing(config, engines, snapshot)
         self._policies: dict[str, CompiledPolicy] = {n: compile_policy(p) for n, p in config.policies.items()}
         self.fingerprints = {name: fingerprint(config, name, revisions) for name in config.releases}
         self._background: set[asyncio.Task[None]] = set()
         self.inflight = 0
+        self.hidden = 0
+        """Requests beside those of clients, such as to arms in the shadow."""
         self.draining = False
 
     async def run(self, call: Call, ticket: Ticket) -> AsyncGenerator[Delta, None]:
@@ -123,7 +85,7 @@ class Pipeline:
                 reservation = ticket.reservation = await self._limits.reserve(caller.tenant, caller.limits, tokens)
             try:
                 with record.step("route"):
-                    candidates = self._route(call, caller, reservation, record)
+                    candidates = self._routing.candidates(call, caller, reservation, record)
                 ticket.heard.trace = call.trace.get("traceparent", "")
                 if ticket.heard.wanted:
                     ticket.heard.question = query_of(call.body).text
@@ -142,7 +104,7 @@ class Pipeline:
         for candidate, following in zip(candidates, [*candidates[1:], None], strict=True):
             started = False
             try:
-                async with aclosing(self._answer(call, candidate, record)) as deltas:
+                async with aclosing(self.answer(call, candidate, record)) as deltas:
                     async for delta in deltas:
                         started = True
                         yield delta
@@ -164,13 +126,12 @@ class Pipeline:
         record.attempts.append(AttemptNote(*note, cost(usage, price)))
         record.route_reason = f"{record.route_reason} {judgement.reason}"
 
-    async def _answer(self, call: Call, candidate: Candidate, record: Record) -> AsyncGenerator[Delta, None]:
+    async def answer(self, call: Call, candidate: Candidate, record: Record) -> AsyncGenerator[Delta, None]:
         """One release's answer: from the cache, or from its engine through the guardrails."""
         served, verify = candidate.served, candidate.verify
         release = self._config.releases[served.release]
         policy = self._policies[release.policy]
-        record.tier, record.release, record.experiment = served.tier, served.release, served.experiment
-        record.arm, record.period, record.unit = served.arm, served.period, served.unit
+        record.tier, record.release, record.exposure = served.tier, served.release, served.exposure
         sampling = record.sampling = call.body.sampling(release.sampling)
         with record.step("guard_input"):
             messages = self._guard_input(policy, call.body.request_messages(), record)
@@ -240,15 +201,29 @@ class Pipeline:
         async def judge(attempt: Attempt) -> Judgement:
             if cascade.second_sample:
                 attempt = replace(attempt, agreement=agreement(attempt.text, await again(cascade.window_tokens)))
-            judgement = self._router.judge(query, attempt)
-            if self.drift is not None:
-                self.drift.judged(record.tenant, not judgement.accepted)
+            judgement = self._routing.judge(query, attempt, record.tenant)
             if judgement.accepted:
                 record.accepted = True
                 record.route_reason = f"{record.route_reason} {judgement.reason}"
             return judgement
 
         return verified(deltas, judge, cascade.window_tokens if call.body.stream else None)
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.inflight or self.hidden)
+
+    def in_shadow(self, record: Record) -> list[Candidate]:
+        """Arms that a request which was answered is also sent to, because they have no traffic."""
+        seen = record.exposure
+        if seen is None or record.status != 200 or record.cache == "hit" or record.fallbacks:
+            return []
+        snapshot = self._snapshot()
+        if snapshot.trials[seen.experiment].period != seen.period:  # the weights have moved since
+            return []
+        arms = in_shadow(self._config, snapshot, seen.experiment, record.request_id)
+        exposures = [msgspec.structs.replace(seen, arm=arm) for arm in arms]
+        return [Candidate(Served(record.tier, release_of(each.arm), each)) for each in exposures]
 
     @contextmanager
     def _seat(self) -> Iterator[None]:
@@ -270,66 +245,6 @@ class Pipeline:
             known = ", ".join(name for name in self.models() if caller.may_ask(name))
             raise ModelNotFound(f"There is no model {model!r}; there are: {known}.", param="model")
         caller.require(model)
-
-    def _route(self, call: Call, caller: Caller, reservation: Reservation, record: Record) -> list[Candidate]:
-        """Where the request goes first, and where it may fall back to: only the router's choice may be replaced."""
-        snapshot, config, asked = self._snapshot(), self._config, call.body.model
-        record.asked, record.epoch = asked, snapshot.epoch
-        units = Units(call.id, call.body.unit or "", call.body.prompt_cache_key or "")
-        if asked in config.releases:
-            record.route_reason = "release"
-            return [Candidate(Served(tier_of_release(config, asked), asked))]
-        query = query_of(call.body)
-        chosen = (
-            Route(asked, "tier") if asked in config.tiers else self._choose(call, caller, query, reservation, record)
-        )
-        record.route_reason, record.score = chosen.reason, chosen.score
-        self._watch_drift(caller.tenant, chosen.score)
-        candidates = [Candidate(serve(config, snapshot, tier, units)) for tier in (chosen.tier, *chosen.others)]
-        if self._router.verifies(chosen) and call.body.choices == 1:
-            # what is given up goes on to the others, and back to the first unjudged when none of them can answer
-            return [replace(candidates[0], verify=query), *candidates[1:], candidates[0]]
-        return candidates
-
-    def _watch_drift(self, tenant: str, score: float | None) -> None:
-        if self.drift is None or score is None:
-            return
-        index = self.drift.scored(tenant, score)
-        if index is not None:
-            telemetry.ROUTER_DRIFT.labels(tenant).set(index)
-            for alert in self.drift.alerts():
-                log.warning("router: %s; calibrate anew", alert)
-
-    def _choose(self, call: Call, caller: Caller, query: Query, reservation: Reservation, record: Record) -> Route:
-        if call.tier and call.tier not in self._config.tiers:
-            known = ", ".join(self._config.tiers)
-            raise InvalidRequest(f"x-gearshift-tier: there is no tier {call.tier!r}; there are: {known}.")
-        tenant = self._config.tenants[caller.tenant]
-        if call.tier and tenant.tiers is not None and call.tier not in tenant.tiers:
-            allowed = ", ".join(tenant.tiers)
-            raise PermissionDenied(
-                f"x-gearshift-tier: tenant {caller.tenant!r} may not use {call.tier!r}; it may use: {allowed}."
-            )
-        wished = call.body.max_completion_tokens or call.body.max_tokens or 0
-        asked = Asked(
-            prompt_tokens=estimate_prompt(call.body),
-            wished_tokens=wished,
-            forced=call.tier,
-            pinned=tenant.tier or "",
-            allowed=frozenset(tenant.tiers) if tenant.tiers else None,
-        )
-        load = max(self._queue_share(), reservation.used_share)
-        record.threshold, record.scorer = self._router.threshold_at(load), self._router.scorer_id
-        record.query = query.text if self._config.telemetry.record_queries else ""
-        return self._router.route(query, asked, load)
-
-    def _queue_share(self) -> float:
-        """How full the queues of the most expensive tier are, as far as this gateway was told."""
-        models = {self._config.releases[r].model for r in self._config.releases_of(self._router.tiers[-1].name)}
-        room = sum(
-            self._config.models[name].max_queued_requests * self._config.models[name].replicas for name in models
-        )
-        return sum(self._engines[name].stats().waiting for name in models) / room if room else 0.0
 
     def _guard_input(
         self, policy: CompiledPolicy, messages: tuple[Message, ...], record: Record
@@ -359,7 +274,7 @@ class Pipeline:
             return None
         salt = call.body.cache_salt or ""
         if verify:  # an answer that nobody judged is no answer to a request that wants it judged
-            salt = f"{salt}\0{self._router.judge_id}"
+            salt = f"{salt}\0{self._routing.judge_id}"
         generation = self._snapshot().generations.get(release, 0)
         if generation:  # a version that was rolled back leaves its answers behind
             salt = f"{salt}\0generation {generation}"
@@ -436,30 +351,6 @@ def _used(record: Record) -> int:
     if record.cache == "hit":
         return given_up
     return given_up + (record.usage.total_tokens if record.usage else record.engine_deltas)
-
-
-def query_of(body: ChatRequest) -> Query:
-    """What the router looks at: the last thing the user said."""
-    text = next((m.message().content for m in reversed(body.messages) if m.role == "user"), "")
-    return Query(text, sum(message.role == "user" for message in body.messages))
-
-
-def estimate_prompt(body: ChatRequest) -> int:
-    """Tokens, roughly."""
-    return sum(len(message.message().content) // CHARS_PER_TOKEN + 4 for message in body.messages)
-
-
-def estimate_tokens(body: ChatRequest, config: Config) -> int:
-    """What the request may use at most, roughly: its text and the longest answer it allows."""
-    prompt = estimate_prompt(body)
-    answer = body.max_completion_tokens or body.max_tokens
-    answer = answer or max(release.sampling.max_completion_tokens for release in config.releases.values())
-    return prompt + answer * body.choices
-
-
-def cost(usage: Usage, price: Price) -> float:
-    """US dollars; prices are a million tokens."""
-    return (usage.prompt_tokens * price.input + usage.completion_tokens * price.output) / 1e6
 
 
 def fingerprint(config: Config, release: str, revisions: Mapping[str, str]) -> str:

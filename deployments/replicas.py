@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +24,11 @@ from gearshift.deployments.control import SnapshotBoard, SnapshotHolder
 from gearshift.deployments.engine_server import EngineServer
 from gearshift.deployments.gateway import create_app
 from gearshift.deployments.pipeline import Pipeline
-from gearshift.deployments.plan import engine_key
-from gearshift.deployments.remote import RemoteEngine
+from gearshift.deployments.pool import EnginePool
+from gearshift.deployments.prober import Prober
 from gearshift.deployments.revisions import Revisions
 from gearshift.deployments.samples import SampleLog
+from gearshift.deployments.shadow import Shadows
 from gearshift.platform.cache.exact import ExactCache
 from gearshift.platform.cache.limits import RateLimits
 from gearshift.platform.cache.store import Store, StoreAway
@@ -36,7 +37,6 @@ from gearshift.platform.engine.bridge import AsyncEngine
 from gearshift.platform.engine.echo import EchoEngine
 from gearshift.platform.engine.meter import EngineMeter
 from gearshift.platform.engine.protocol import Engine
-from gearshift.platform.engine.upstream import UpstreamEngine
 from gearshift.platform.errors import ConfigError, EngineUnavailable, NotFound
 from gearshift.platform.telemetry import Emitter
 from gearshift.router.arms import Snapshot
@@ -66,13 +66,13 @@ class Place:
 
 
 class Serving:
-    """What a gateway serves one revision with."""
+    """What a process works by one revision with."""
 
-    def __init__(self, revision: int, config: Config, engines: Mapping[str, str], pipeline: Pipeline) -> None:
-        """engines: the key of each model's engine in the gateway's pool."""
+    def __init__(self, revision: int, config: Config, keys: Mapping[str, str], pipeline: Pipeline) -> None:
+        """keys: of each model's engine in the process's pool."""
         self.revision = revision
         self.config = config
-        self.engines = engines
+        self.keys = keys
         self.pipeline = pipeline
 
 
@@ -134,9 +134,10 @@ class GatewayReplica:
         self._name = f"gateway-{uuid.uuid4().hex[:8]}"
         self._store = place.store()
         self._revisions = Revisions(self._store)
-        self._engines: dict[str, Engine] = {}
+        self._pool = EnginePool(self._store)
         self._limits = RateLimits(self._store, config.redis.on_loss)
         self._samples = SampleLog(self._store, config)
+        self._shadows = Shadows(self._samples)
         self._snapshot = SnapshotHolder(Snapshot.of(config))
         self._emitter = Emitter(config.telemetry)
         self._retiring: list[Serving] = []
@@ -148,7 +149,13 @@ class GatewayReplica:
         token_env = config.telemetry.metrics_token_env
         token = os.environ[token_env] if token_env else None
         app = create_app(
-            lambda: self._serving.pipeline, config.gateway, self._emitter, self._missing, self._samples, token
+            lambda: self._serving.pipeline,
+            config.gateway,
+            self._emitter,
+            self._missing,
+            self._samples,
+            self._shadows,
+            token,
         )
         self._server = _Server(
             uvicorn.Config(
@@ -172,21 +179,16 @@ class GatewayReplica:
         ]
 
     def _build(self, revision: int, config: Config, weights: Mapping[str, str], snapshot: SnapshotHolder) -> Serving:
-        """Engines of models that did not change are the same as before."""
-        engines = {name: engine_key(config, name) for name in config.models}
-        for name, key in engines.items():
-            upstream = config.models[name].upstream
-            if key not in self._engines:
-                self._engines[key] = UpstreamEngine(upstream, os.environ) if upstream else RemoteEngine(name)
+        keys = self._pool.keys(config)
         pipeline = Pipeline(
             config,
-            {name: self._engines[key] for name, key in engines.items()},
+            self._pool.engines(keys),
             weights,
             self._limits,
             ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes),
             lambda: snapshot.current,
         )
-        return Serving(revision, config, engines, pipeline)
+        return Serving(revision, config, keys, pipeline)
 
     async def _follow(self, config: Config) -> SnapshotHolder:
         """The experiments of this config, as they are by now, and kept up to date from here on."""
@@ -205,7 +207,7 @@ class GatewayReplica:
         active, weights = await self._revisions.active()
         config = active.parsed()
         fresh = self._build(active.number, config, weights, await self._follow(config))
-        await self._connect([*self._retiring, self._serving, fresh])
+        await self._connect(fresh)
         old = self._serving
         self._samples.follow(config)
         self._serving = fresh  # from here on, at once and for every new request
@@ -213,10 +215,8 @@ class GatewayReplica:
 
     async def _retire(self) -> None:
         """Lets go of what nobody uses any more."""
-        self._retiring = [old for old in self._retiring if old.pipeline.inflight]
-        used = {key for each in (*self._retiring, self._serving) for key in each.engines.values()}
-        for key in [key for key in self._engines if key not in used]:
-            await self._engines.pop(key).close()
+        self._retiring = [old for old in self._retiring if old.pipeline.in_use]
+        await self._pool.keep(key for each in (*self._retiring, self._serving) for key in each.keys.values())
 
     def _member(self) -> registry.Member:
         return registry.here(self._name, revision=self._serving.revision)
@@ -248,13 +248,13 @@ class GatewayReplica:
         await asyncio.sleep(LINGER_S)
         self._server.should_exit = True
         await self._uvicorn
+        await self._shadows.close()
         assert self._following is not None
         for task in (*self._tasks, self._following):
             task.cancel()
         await self._samples.flush()
         await registry.leave(self._store, self._name)
-        for engine in self._engines.values():
-            await engine.close()
+        await self._pool.close()
         await self._store.close()
         self._emitter.close()
 
@@ -262,16 +262,14 @@ class GatewayReplica:
         """What /ready waits for. Once everything was there, one model's loss does not take the gateway out of service."""
         if self._was_ready:
             return None
-        serving = self._serving
-        engines = [(name, self._engines[key]) for name, key in serving.engines.items()]
-        away = [name for name, engine in engines if isinstance(engine, RemoteEngine) and not engine.ready]
+        away = self._pool.away(self._serving.keys)
         self._was_ready = not away
         return f"no replica of {', '.join(away)}" if away else None
 
     async def _discover(self) -> None:
         while True:
             try:
-                await self._connect([*self._retiring, self._serving])
+                await self._connect()
                 active = (await self._revisions.head()).active
                 if active not in (0, self._serving.revision) and not self._serving.pipeline.draining:
                     await self._switch()
@@ -282,36 +280,55 @@ class GatewayReplica:
             await self._retire()
             await asyncio.sleep(DISCOVER_S)
 
-    async def _connect(self, servings: Sequence[Serving]) -> None:
+    async def _connect(self, *fresh: Serving) -> None:
         """To every replica that is up, of every model that somebody may still ask."""
-        members = await registry.members(self._store)
-        for key in {key for each in servings for key in each.engines.values()}:
-            engine = self._engines[key]
-            if isinstance(engine, RemoteEngine):
-                await engine.refresh(Path(member.address) for member in members if member.model == key)
+        servings = (*self._retiring, self._serving, *fresh)
+        await self._pool.connect(key for each in servings for key in each.keys.values())
 
 
 class EvaluatorReplica:
     """The one process that judges what all the others did."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: Config, revision: int, place: Place
+        self, config: Config, revision: int, revisions: dict[str, str], place: Place
     ) -> None:
         self._name = f"evaluator-{uuid.uuid4().hex[:8]}"
         self._store = place.store(registry.STALE_S)
         self._reading = place.store(2 * registry.STALE_S)
         self._emitter = Emitter(config.telemetry)
         self._revision = revision
-        self._evaluating = asyncio.create_task(self._evaluate(config))
+        self._pool = EnginePool(self._store)
+        self._evaluating = asyncio.create_task(self._evaluate(config, revisions))
         self._tasks = [
             asyncio.create_task(self._follow()),
             asyncio.create_task(registry.beat(self._store, self._member)),
         ]
 
-    async def _evaluate(self, config: Config) -> None:
+    async def _evaluate(self, config: Config, weights: Mapping[str, str]) -> None:
         from gearshift.deployments.evaluator import Evaluator  # statistics are for those who judge
 
-        await Evaluator(config, self._store, self._reading, self._emitter).run()
+        keys = self._pool.keys(config)
+        await self._pool.keep(keys.values())
+        pipeline = Pipeline(
+            config,
+            self._pool.engines(keys),
+            weights,
+            RateLimits(self._store, config.redis.on_loss),
+            ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes),
+            lambda: Snapshot.of(config),
+        )
+        connecting = asyncio.create_task(self._connect(keys))
+        try:
+            await Evaluator(config, self._store, self._reading, self._emitter, Prober(pipeline)).run()
+        finally:
+            connecting.cancel()
+
+    async def _connect(self, keys: Mapping[str, str]) -> None:
+        """To the engines that it asks by itself, until cancelled."""
+        while True:
+            with contextlib.suppress(StoreAway):
+                await self._pool.connect(keys.values())
+            await asyncio.sleep(registry.BEAT_S)
 
     async def _follow(self) -> None:
         """Works by the revision that is active; its state is in Redis, so a new evaluator goes on where the old one was."""
@@ -319,11 +336,12 @@ class EvaluatorReplica:
         while True:
             with contextlib.suppress(StoreAway, NotFound, ConfigError):
                 if (await revisions.head()).active not in (0, self._revision):
-                    active, _ = await revisions.active()
+                    active, weights = await revisions.active()
                     config = active.parsed()
                     self._evaluating.cancel()
                     await asyncio.gather(self._evaluating, return_exceptions=True)
-                    self._evaluating, self._revision = asyncio.create_task(self._evaluate(config)), active.number
+                    self._evaluating = asyncio.create_task(self._evaluate(config, weights))
+                    self._revision = active.number
             await asyncio.sleep(DISCOVER_S)
 
     def _member(self) -> registry.Member:
@@ -343,6 +361,7 @@ class EvaluatorReplica:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await registry.leave(self._store, self._name)
+        await self._pool.close()
         await self._reading.close()
         await self._store.close()
         self._emitter.close()

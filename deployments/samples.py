@@ -14,7 +14,7 @@ from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.config import Config
 from gearshift.platform.errors import NotFound
 from gearshift.platform.request import Delta
-from gearshift.platform.samples import Asked, Feedback, Sample
+from gearshift.platform.samples import Asked, Feedback, Judged, Sample
 from gearshift.platform.telemetry import SAMPLES_LOST, Record
 from gearshift.router.arms import Served
 
@@ -58,18 +58,31 @@ class SampleLog:
         """Another revision's settings, from now on."""
         self._settings = config.evaluation
         self.wants_text = self._settings.enabled and self._settings.text_chars > 0
+        self.max_shadows = self._settings.max_shadows if self._settings.enabled else 0
 
     def told(self, record: Record, heard: Heard) -> None:
         """A request has ended. One that was refused before anybody knew what it wants is none."""
         if not self._settings.enabled or not record.release:
             return
         for place, sample in enumerate(samples_of(record, heard, self._settings.text_chars)):
-            if len(self._waiting) >= KEPT:
-                self._waiting.popleft()
-                SAMPLES_LOST.inc()
             # feedback on a request is about the answer that was given, which is the first of its samples
-            asked = msgspec.msgpack.encode(_asked(sample)) if place == 0 and sample.status == 200 else b""
-            self._waiting.append((sample.request_id, asked, msgspec.msgpack.encode(sample)))
+            asked = Asked(tenant=sample.tenant, release=sample.release, exposures=sample.exposures)
+            self._put_by(sample, asked if place == 0 and sample.status == 200 else None)
+
+    def shadowed(self, record: Record, heard: Heard, rival: str) -> None:
+        """An arm in the shadow has answered; `rival` is what the client got. Its times say nothing: it waited for everybody."""
+        sample = _answered(record, heard, self._settings.text_chars)
+        seen = (record.exposure,) if record.exposure else ()
+        hidden = {"exposures": seen, "shadow": True, "rival": rival[: self._settings.text_chars]}
+        times = {"ttft_s": None, "inter_token_s": None, "duration_s": None}
+        self._put_by(msgspec.structs.replace(sample, **hidden, **times), None)
+
+    def _put_by(self, sample: Sample, asked: Asked | None) -> None:
+        if len(self._waiting) >= KEPT:
+            self._waiting.popleft()
+            SAMPLES_LOST.inc()
+        known = msgspec.msgpack.encode(asked) if asked else b""
+        self._waiting.append((sample.request_id, known, msgspec.msgpack.encode(sample)))
 
     async def run(self) -> None:
         """Tells the evaluator, until cancelled."""
@@ -142,7 +155,8 @@ class Heard:
 
 def samples_of(record: Record, heard: Heard, limit: int) -> list[Sample]:
     """The request, and after it what it saw of arms that failed it: their errors must not vanish behind a fallback."""
-    return [_answered(record, heard, limit), *(_failed(record, served) for served in heard.failed if served.experiment)]
+    answered = _answered(record, heard, limit)
+    return [answered, *(_failed(record, served) for served in heard.failed if served.exposure)]
 
 
 def _failed(record: Record, served: Served) -> Sample:
@@ -150,13 +164,9 @@ def _failed(record: Record, served: Served) -> Sample:
         request_id=record.request_id,
         tenant=record.tenant,
         at=record.ended_ns / 1e9,
-        unit=served.unit,
         tier=served.tier,
         release=served.release,
-        experiment=served.experiment,
-        arm=served.arm,
-        period=served.period,
-        exposed=True,
+        exposures=(served.exposure,) if served.exposure else (),
         status=503,
         error="engine_unavailable",
     )
@@ -168,17 +178,14 @@ def _answered(record: Record, heard: Heard, limit: int) -> Sample:
     tokens = record.usage.completion_tokens if record.usage else 0
     between = (record.ended_ns - record.first_token_ns) / 1e9 / (tokens - 1) if first and tokens > 1 else None
     answer = "".join(heard.pieces)
+    used = record.cache != "hit" and not record.fallbacks
     return Sample(
         request_id=record.request_id,
         tenant=record.tenant,
         at=ended,
-        unit=record.unit,
         tier=record.tier,
         release=record.release,
-        experiment=record.experiment,
-        arm=record.arm,
-        period=record.period,
-        exposed=bool(record.experiment) and record.cache != "hit" and not record.fallbacks,
+        exposures=tuple(each for each in (record.exposure, record.routed_by) if each) if used else (),
         cache=record.cache,
         status=record.status,
         error=record.error,
@@ -197,20 +204,10 @@ def _answered(record: Record, heard: Heard, limit: int) -> Sample:
     )
 
 
-def _asked(sample: Sample) -> Asked:
-    return Asked(
-        tenant=sample.tenant,
-        release=sample.release,
-        experiment=sample.experiment,
-        arm=sample.arm,
-        period=sample.period,
-        unit=sample.unit,
-        exposed=sample.exposed,
-    )
-
-
-def decode(fields: dict[bytes, bytes]) -> Sample | tuple[Asked, Feedback]:
+def decode(fields: dict[bytes, bytes]) -> Sample | Judged | tuple[Asked, Feedback]:
     """An entry of the stream."""
+    if b"j" in fields:
+        return msgspec.msgpack.decode(fields[b"j"], type=Judged)
     if b"s" in fields:
         return msgspec.msgpack.decode(fields[b"s"], type=Sample)
     return msgspec.msgpack.decode(fields[b"a"], type=Asked), msgspec.msgpack.decode(fields[b"f"], type=Feedback)

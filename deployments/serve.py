@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import httpx
 
 from gearshift.deployments import registry
+from gearshift.deployments.files import check_files
 from gearshift.deployments.plan import engine_key, instances_of, plan
 from gearshift.deployments.replicas import EngineReplica, EvaluatorReplica, GatewayReplica, Place
 from gearshift.deployments.revisions import Revisions, dumped
@@ -26,7 +27,6 @@ from gearshift.platform.config import Config
 from gearshift.platform.errors import ConfigError, GearshiftError
 from gearshift.platform.weights import source
 from gearshift.platform.weights.source import Progress, Weights
-from gearshift.router.router import Router
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -98,11 +98,14 @@ def service_targets(
     actor = {"num_cpus": 0, "runtime_env": {"env_vars": env}}
     common = {"ray_actor_options": actor, **_common(place)}
     gateway = serve.deployment(GatewayReplica, name="gateway", num_replicas=config.gateway.replicas, **common)
-    app = gateway.bind(config, revision, revisions_of(config, weights), place)
+    weights_of = revisions_of(config, weights)
+    app = gateway.bind(config, revision, weights_of, place)
     targets = [serve.RunTarget(app, name=GATEWAY_APP, route_prefix=None)]
     if config.evaluation.enabled:
         evaluator = serve.deployment(EvaluatorReplica, name="evaluator", num_replicas=1, **common)
-        targets.append(serve.RunTarget(evaluator.bind(config, revision, place), name="evaluator", route_prefix=None))
+        targets.append(
+            serve.RunTarget(evaluator.bind(config, revision, weights_of, place), name="evaluator", route_prefix=None)
+        )
     return targets
 
 
@@ -276,7 +279,7 @@ class Deployment:
             refused = plan(self.config, new).refused
             if refused:
                 raise ConfigError(f"Not while it runs: {'; '.join(refused)}.")
-            Router(new)
+            check_files(new)
             weights = fetch_weights(new, self._progress)
             targets = engine_targets(new, weights, self.place, self._env)
             changed = [
@@ -359,7 +362,7 @@ def check_environment(config: Config) -> None:
     wanted += [("telemetry.metrics_token_env", config.telemetry.metrics_token_env)]
     wanted += [(f"evaluation.webhooks.{n}.secret_env", w.secret_env) for n, w in enumerate(config.evaluation.webhooks)]
     try:
-        Router(config)
+        check_files(config)
     except ConfigError as error:
         problems += error.problems
     problems += [

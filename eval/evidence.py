@@ -95,6 +95,8 @@ class Arm(msgspec.Struct, omit_defaults=True):
     exposures: int = 0
     units: int = 0
     tallies: dict[str, Tally] = {}
+    shadows: int = 0
+    """Answers that nobody saw."""
 
 
 class Evidence(msgspec.Struct, omit_defaults=True):
@@ -164,13 +166,16 @@ def fallen(plan: Plan, evidence: Evidence) -> list[Fallen]:
         margin = plan.guards[measure]
         log_e = worse(MEASURES[measure], base, other, margin)
         if log_e > needed:
-            values = value_of(MEASURES[measure], base), value_of(MEASURES[measure], other)
+            before = 0.5 if MEASURES[measure].kind == "preference" else value_of(MEASURES[measure], base)
+            values = before, value_of(MEASURES[measure], other)
             found.append(Fallen(arm, measure, *values, margin, log_e, needed))
     return found
 
 
 def worse(measured: Measured, base: Tally, other: Tally, margin: float) -> float:
     """Log e-value against: `other` is no worse than `base` by more than the margin."""
+    if measured.kind == "preference":
+        return seq.preference_below(_rate(other), margin)
     if measured.kind == "rate":
         a, b = _rate(base), _rate(other)
         if measured.better == "lower":
@@ -212,9 +217,11 @@ def _compared(plan: Plan, alpha: float, name: str, arm: str, base: Tally, other:
     interval = interval_of(measured, base, other, alpha)
     values = value_of(measured, base), value_of(measured, other)
     least = min(base.count, other.count)
+    if measured.kind == "preference":
+        values, least = (0.5, values[1]), other.count
     verdict: Verdict = "can't tell yet"
     more = None
-    if not base.count or not other.count:
+    if not least:
         verdict = "not measured"
     elif least < plan.min_samples:
         verdict, more = "too few", 2 * (plan.min_samples - least)
@@ -224,13 +231,15 @@ def _compared(plan: Plan, alpha: float, name: str, arm: str, base: Tally, other:
     else:
         more = seq.more_until(
             lambda factor: interval_of(measured, _times(base, factor), _times(other, factor), alpha).without(neutral),
-            base.count + other.count,
+            least if measured.kind == "preference" else base.count + other.count,
         )
     return Comparison(name, arm, verdict, *values, interval, more, other.count)
 
 
 def interval_of(measured: Measured, base: Tally, other: Tally, alpha: float) -> Interval:
-    """Of the difference, or the ratio of quantiles."""
+    """Of the difference, or the ratio of quantiles, or of the preference less a half."""
+    if measured.kind == "preference":
+        return seq.preference_interval(_rate(other), alpha)
     if measured.kind == "rate":
         return seq.rate_interval(_rate(base), _rate(other), alpha)
     if measured.kind == "p95":
@@ -277,7 +286,8 @@ def _pairs(
             if name == plan.baseline:
                 continue
             base, other = baseline.get(measure, Tally()), arm.tallies.get(measure, Tally())
-            if all_of_them or min(base.count, other.count) >= plan.min_samples:
+            least = other.count if MEASURES[measure].kind == "preference" else min(base.count, other.count)
+            if all_of_them or least >= plan.min_samples:
                 found.append((measure, name, base, other))
     return found
 

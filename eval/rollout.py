@@ -51,7 +51,9 @@ def decide(experiment: Experiment, trial: Trial, evidence: Evidence, now: float)
     if now - trial.since < experiment.min_time_s:
         return Hold(f"{experiment.min_time_s - (now - trial.since):.0f} s are left of min_time_s")
     if not experiment.aa:
-        found = [each for each in fallen(plan_of(experiment), evidence) if trial.weights.get(each.arm)]
+        found = [
+            each for each in fallen(plan_of(experiment), evidence) if trial.weights.get(each.arm) or experiment.shadow
+        ]
         if found:
             arms = tuple(dict.fromkeys(each.arm for each in found))
             why = "; ".join(f"{each.arm}: {each}" for each in found)
@@ -68,11 +70,13 @@ def _onwards(experiment: Experiment, trial: Trial, evidence: Evidence, now: floa
     if trial.stage + 1 >= len(rollout.stages):
         return Hold("last stage")
     candidate = arms_of(experiment)[1]
-    seen = evidence.arms.get(candidate, Arm()).exposures
+    arm = evidence.arms.get(candidate, Arm())
+    hidden = rollout.stages[trial.stage] == "shadow"
+    seen, kind = (arm.shadows, "answers in the shadow") if hidden else (arm.exposures, "exposures")
     if seen < rollout.min_samples:
-        return Hold(f"{rollout.min_samples - seen} more exposures of {candidate}")
+        return Hold(f"{rollout.min_samples - seen} more {kind} of {candidate}")
     if now - trial.since < rollout.min_time_s:
         return Hold(f"{rollout.min_time_s - (now - trial.since):.0f} s more")
     if shares_differ(evidence, trial.weights) is not None:
         return Hold("units did not come by their shares (sample ratio mismatch)")
-    return Advance(trial.stage + 1, f"{seen} exposures, no guard is worse")
+    return Advance(trial.stage + 1, f"{seen} {kind}, no guard is worse")

@@ -13,7 +13,8 @@ from typing import Literal
 from gearshift.platform.samples import Feedback, Sample
 from gearshift.router.answers import refuses, repeats
 
-Kind = Literal["rate", "mean", "p95"]
+Kind = Literal["rate", "mean", "p95", "preference"]
+"""A preference is of pairs, an arm's answer beside the baseline's to the same question: a half where neither is better."""
 _CONTENT = re.compile(r"\b(?:\d[\d.,]*\d|\d|\w{5,})\b")
 _FENCE = re.compile(r"\A```(?:json)?\s*|\s*```\Z")
 
@@ -146,7 +147,7 @@ def _number(of: Callable[[Sample], float | None]) -> Callable[[Sample], Score]:
     return score
 
 
-def _from_feedback(_: Sample) -> Score:
+def _comes_later(_: Sample) -> Score:
     return Score(None, "comes later")
 
 
@@ -166,13 +167,17 @@ MEASURES: Mapping[str, Measured] = {
     "truncated": Measured("rate", "lower", truncated),
     "language": Measured("rate", "lower", language),
     "json": Measured("rate", "higher", json_valid),
-    "feedback": Measured("rate", "higher", _from_feedback),
+    "feedback": Measured("rate", "higher", _comes_later),
     "grounded": Measured("rate", "higher", grounded),
     "blocked": Measured("rate", "lower", blocked),
+    "preferred": Measured("preference", "higher", _comes_later),
+    "canary": Measured("rate", "higher", _comes_later),
     "ttft_p95": Measured("p95", "lower", _number(lambda s: s.ttft_s), "s"),
     "inter_token_p95": Measured("p95", "lower", _number(lambda s: s.inter_token_s), "s"),
     "duration_p95": Measured("p95", "lower", _number(lambda s: s.duration_s), "s"),
     "cost": Measured("mean", "lower", _number(lambda s: s.cost_dollars), "$"),
     "answer_tokens": Measured("mean", "lower", _number(lambda s: float(s.completion_tokens))),
 }
-"""By the names that the config knows."""
+"""By the names that the config knows; and `canary`, which belongs to releases and not to requests."""
+LATER = frozenset({"feedback", "preferred", "canary"})
+"""Scores that are not made from the sample."""

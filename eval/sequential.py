@@ -103,6 +103,30 @@ def rate_below(a: Rate, b: Rate, margin: float = 0.0) -> float:
     return rate_differs(a, b, -margin) + math.log(2 * max(_chance_below(a, b), 1e-9))
 
 
+def preference_below(seen: Rate, margin: float = 0.0) -> float:
+    """Log e-value against: who compares prefers it in a half of the pairs, less `margin`, or more. Below 0 while it is so."""
+    if not seen.count:
+        return 0.0
+    least = 0.5 - margin
+    likeliest = max(seen.value, least)
+    mixed = float(log_mixture(seen.total, seen.count))  # over all rates, and from here over those below `least`
+    below = betainc(seen.total + 0.5, seen.count - seen.total + 0.5, least) / betainc(0.5, 0.5, least)
+    return mixed + math.log(max(below, 1e-300)) - float(log_likelihood(seen.total, seen.count, likeliest))
+
+
+def preference_interval(seen: Rate, alpha: float) -> Interval:
+    """Confidence sequence of the preference less a half."""
+    if not seen.count:
+        return Interval(-0.5, 0.5)
+    mixed = float(log_mixture(seen.total, seen.count))
+
+    def against(share: float) -> float:
+        return mixed - float(log_likelihood(seen.total, seen.count, share))
+
+    found = _interval(against, seen.value, 0.0, 1.0, alpha)
+    return Interval(found.low - 0.5, found.high - 0.5)
+
+
 def _chance_below(a: Rate, b: Rate) -> float:
     """Posterior chance, from Jeffreys' prior, that b's rate is below a's; from below, by a sum over a's quantiles. Twice it
     turns the mixture over all rates into one over those where b's is lower, which is all that a one-sided test looks for."""

@@ -5,6 +5,7 @@ How a file becomes one of these, with errors that point at lines, is config_file
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, StringConstraints, field_validator, model_validator
@@ -137,7 +138,7 @@ class Release(Section):
 
 Measure = Literal[
     "error", "valid", "empty", "refusal", "loop", "truncated", "language", "json",
-    "feedback", "grounded", "blocked", "ttft_p95", "inter_token_p95", "duration_p95", "cost", "answer_tokens",
+    "feedback", "grounded", "blocked", "preferred", "ttft_p95", "inter_token_p95", "duration_p95", "cost", "answer_tokens",
 ]  # fmt: skip
 """What can be measured of a request; eval/scores.py says how."""
 
@@ -145,8 +146,11 @@ Measure = Literal[
 class Rollout(Section):
     """Gives a candidate more and more of the traffic, as long as no guard is surely worse."""
 
-    stages: Annotated[list[Annotated[float, Field(gt=0, le=100)]], Field(min_length=1)] = [1, 5, 25, 50, 100]
-    """Shares of the units that the candidate serves, in %."""
+    stages: Annotated[list[Literal["shadow"] | Annotated[float, Field(gt=0, le=100)]], Field(min_length=1)] = [
+        1, 5, 25, 50, 100
+    ]  # fmt: skip
+    """Shares of the units that the candidate serves, in %; before the first one `shadow`, where it is asked too and nobody
+    sees what it says."""
     min_samples: Count = 200
     """Exposures of the candidate before the next stage."""
     min_time_s: Annotated[float, Field(ge=0)] = 60.0
@@ -154,16 +158,27 @@ class Rollout(Section):
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
-        if any(after <= before for before, after in zip(self.stages, self.stages[1:], strict=False)):
-            raise ValueError("stages: each must be greater than the one before")
+        shares = self.shares
+        if any(after <= before for before, after in pairwise(shares)):
+            raise ValueError("stages: each must be greater than the one before, and shadow comes first")
         return self
+
+    @property
+    def shares(self) -> list[float]:
+        """In %, 0 in the shadow."""
+        return [0.0 if stage == "shadow" else stage for stage in self.stages]
 
 
 class Experiment(Section):
-    """Arms are releases with weights; a unit (user) sees the same arm for as long as its share does not move."""
+    """Arms are releases, or thresholds of the router, with weights; a unit (user) sees the same arm for as long as its share
+    does not move."""
 
     arms: Annotated[dict[Name, Annotated[float, Field(ge=0)]], Field(min_length=1)]
     """Weights; with a rollout they are its business, and 0 or 1 will do."""
+    thresholds: dict[Name, Annotated[float, Field(ge=-1, le=1)]] | None = None
+    """Of each arm, for the experiment that `router.experiment` names; its arms are names of your choice."""
+    shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the requests that arms without traffic are asked too, once the client has its answer."""
     baseline: Name | None = None
     """The arm that the others are compared with, and that serves when one is rolled back; unset is the first."""
     unit: Literal["user", "session", "request"] = "user"
@@ -196,6 +211,12 @@ class Experiment(Section):
             raise ValueError(f"baseline: {self.baseline!r} is none of the arms: {', '.join(self.arms)}")
         if self.rollout is not None and len(self.arms) != 2:
             raise ValueError("rollout: needs exactly two arms, the baseline and the candidate")
+        if self.thresholds is not None and set(self.thresholds) != set(self.arms):
+            raise ValueError(f"thresholds: needs one for each arm: {', '.join(self.arms)}")
+        if self.thresholds is not None and self.shadow:
+            raise ValueError("shadow: a threshold has nothing to say that could be hidden")
+        if self.rollout is not None and self.rollout.stages[0] == "shadow" and not self.shadow:
+            raise ValueError("shadow: a rollout that begins with it needs a share of the requests, such as 0.1")
         if self.aa and (len(self.arms) != 1 or self.rollout is not None):
             raise ValueError("aa: needs exactly one arm and no rollout")
         if self.layer_share is not None and self.layer is None:
@@ -210,6 +231,43 @@ class Webhook(Section):
     """https, or http on loopback."""
     secret_env: str
     """Environment variable with the key that signs what is sent."""
+
+
+class Price(Section):
+    """US dollars a million tokens; what routing saves is counted with it."""
+
+    input: Annotated[float, Field(ge=0)] = 0.0
+    output: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Judge(Section):
+    """A model that says which of two answers is better: the one that the client got, or that of an arm in the shadow. It gives
+    the measure `preferred`."""
+
+    release: Name
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of the pairs of answers."""
+    price: Price = Price()
+    """Of the judge's own tokens."""
+    max_cost_per_day: Annotated[float, Field(gt=0)] | None = None
+    """US dollars; more pairs of the day stay unjudged."""
+    max_pairs_per_day: Count = 1000
+
+    @model_validator(mode="after")
+    def _cap_counts_something(self) -> Self:
+        if self.max_cost_per_day is not None and not (self.price.input or self.price.output):
+            raise ValueError("max_cost_per_day: without a price nothing is ever spent; set price, or max_pairs_per_day")
+        return self
+
+
+class Canaries(Section):
+    """The same questions again and again, to every release: does it still answer as it did?"""
+
+    file: str
+    """JSON objects, a line each: id, question, and kind and answers where an answer can be checked; without them it must stay
+    the same. Relative to the config file."""
+    every_s: Seconds = 3600.0
+    max_tokens: Count = 64
 
 
 class Evaluation(Section):
@@ -227,13 +285,10 @@ class Evaluation(Section):
     """How long after a request feedback on it is taken."""
     webhooks: list[Webhook] = []
     """Nobody else is ever called."""
-
-
-class Price(Section):
-    """US dollars a million tokens; what routing saves is counted with it."""
-
-    input: Annotated[float, Field(ge=0)] = 0.0
-    output: Annotated[float, Field(ge=0)] = 0.0
+    judge: Judge | None = None
+    canaries: Canaries | None = None
+    max_shadows: Count = 8
+    """Requests to arms in the shadow that a gateway has running; beyond, they are left out."""
 
 
 class Tier(Section):
@@ -289,6 +344,8 @@ class Router(Section):
     """Thresholds, made by `gearshift router calibrate` for this very scorer."""
     threshold: Annotated[float, Field(ge=-1, le=1)] | None = None
     """Set by hand; 0.5 without a calibration."""
+    experiment: Name | None = None
+    """Its arms are thresholds, and take the place of the one above."""
     cascade: Cascade | None = None
     pressure: Pressure | None = Pressure()
 

@@ -45,7 +45,12 @@ def _from_folder(config: Config, folder: Path) -> Config:
     files = {"artefact": found(router.artefact), "calibration": found(router.calibration)}
     if router.cascade is not None:
         files["cascade"] = router.cascade.model_copy(update={"judge": found(router.cascade.judge)})  # type: ignore[assignment]
-    return config.model_copy(update={"router": router.model_copy(update=files)})
+    update: dict[str, Any] = {"router": router.model_copy(update=files)}
+    canaries = config.evaluation.canaries
+    if canaries is not None:
+        at = canaries.model_copy(update={"file": found(canaries.file)})
+        update["evaluation"] = config.evaluation.model_copy(update={"canaries": at})
+    return config.model_copy(update=update)
 
 
 def parse(text: str, name: str = "config") -> Config:
@@ -164,16 +169,30 @@ def _cross_check(config: Config) -> Iterator[Problem]:
         if name in config.tiers or name == AUTO:
             yield ("releases", name), "is also the name of a tier; a client asks for either by name"
     for name, experiment in config.experiments.items():
-        for arm in experiment.arms:
+        for arm in experiment.arms if experiment.thresholds is None else ():
             yield from _known(("experiments", name, "arms", arm), arm, config.releases)
         yield from _layer(config, name)
+        if config.evaluation.judge is None and "preferred" in (*experiment.guards, *experiment.metrics):
+            yield ("experiments", name), "preferred is what a judge says; set evaluation.judge"
     for name, tier in config.tiers.items():
         if tier.release is not None:
             yield from _known(("tiers", name, "release"), tier.release, config.releases)
         if tier.experiment is not None:
             yield from _known(("tiers", name, "experiment"), tier.experiment, config.experiments)
+            if tier.experiment in config.experiments and config.experiments[tier.experiment].thresholds is not None:
+                yield ("tiers", name, "experiment"), "its arms are thresholds; it belongs to router.experiment"
         if name == AUTO:
             yield ("tiers", name), "auto is the router's name"
+    if config.router.experiment is not None:
+        yield from _known(("router", "experiment"), config.router.experiment, config.experiments)
+        if config.router.experiment in config.experiments and (
+            config.experiments[config.router.experiment].thresholds is None
+        ):
+            yield ("router", "experiment"), "its arms need thresholds; one of releases belongs to a tier"
+    if config.evaluation.judge is not None:
+        yield from _known(("evaluation", "judge", "release"), config.evaluation.judge.release, config.releases)
+        if not config.evaluation.text_chars:
+            yield ("evaluation", "judge"), "can't judge what it does not read; set text_chars above 0"
     askable = {"*", AUTO, *config.tiers, *config.releases}
     seen_keys: dict[str, str] = {}
     for name, tenant in config.tenants.items():

@@ -9,23 +9,30 @@ import msgspec
 Unit = Literal["user", "session", "request"]
 
 
+class Exposure(msgspec.Struct, frozen=True, array_like=True):
+    """An arm of an experiment, used for one unit."""
+
+    experiment: str
+    arm: str
+    period: int = 0
+    """Of the experiment's weights that chose the arm."""
+    unit: str = ""
+    """Digest of who asked, as the experiment counts."""
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished request. `experiment` and `arm` are empty when no experiment chose the release."""
+    """One finished request."""
 
     request_id: str
     tenant: str = ""
     at: float = 0.0
     """Seconds since the epoch, when it ended."""
-    unit: str = ""
-    """Digest of who asked, as the experiment counts."""
     tier: str = ""
     release: str = ""
-    experiment: str = ""
-    arm: str = ""
-    period: int = 0
-    """Of the experiment's weights that chose the arm."""
-    exposed: bool = False
-    """The arm was really used: not on a cache hit, nor where it stood in for another tier."""
+    exposures: tuple[Exposure, ...] = ()
+    """Arms that were really used: not on a cache hit, nor where they stood in for another tier."""
+    shadow: bool = False
+    """Nobody saw the answer: the arm was asked beside the one that served."""
     cache: str = "bypass"
     status: int = 200
     error: str = ""
@@ -44,6 +51,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     answer: str = ""
     context: str = ""
     """Retrieved text that the answer should rest on."""
+    rival: str = ""
+    """Of a shadow: what the client was answered."""
     has_text: bool = False
     trace: str = ""
     """W3C `traceparent` of the request's span, where it is traced."""
@@ -65,8 +74,16 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     tenant: str
     release: str = ""
-    experiment: str = ""
-    arm: str = ""
-    period: int = 0
-    unit: str = ""
-    exposed: bool = False
+    exposures: tuple[Exposure, ...] = ()
+
+
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """A score that took a while to make, of a request that was told before. value: 0 to 1, or None and `label` says why."""
+
+    request_id: str
+    measure: str
+    release: str
+    exposures: tuple[Exposure, ...] = ()
+    value: float | None = None
+    label: str = ""
+    trace: str = ""

@@ -31,6 +31,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from gearshift.platform.config import Telemetry
 from gearshift.platform.request import SamplingParams, Usage
+from gearshift.platform.samples import Exposure
 
 # Buckets in seconds, as the conventions advise.
 DURATION_BUCKETS = [0.01 * 2**n for n in range(14)]
@@ -128,6 +129,15 @@ RELEASE_DRIFT = Gauge(
     ["release", "measure"],
     multiprocess_mode="livemax",
 )
+SHADOWS = Counter("gearshift_shadow_requests", "Requests sent to arms in the shadow", ["experiment", "arm", "result"])
+JUDGED = Counter("gearshift_judged_pairs", "Pairs of answers given to the judge", ["result"])
+JUDGE_COST = Counter("gearshift_judge_cost_dollars", "Price of the judge's tokens")
+CANARY = Gauge(
+    "gearshift_canary_score",
+    "Share of the fixed questions a release answered well",
+    ["release"],
+    multiprocess_mode="livemax",
+)
 WEBHOOKS = Counter("gearshift_webhooks", "Changes told to webhooks", ["result"])
 ROLLBACKS = Counter("gearshift_rollbacks", "Arms that were rolled back by the evaluator", ["experiment", "arm"])
 ABANDONED = Counter("gearshift_abandoned_requests", "Requests whose client went away")
@@ -171,12 +181,10 @@ class Record:
     """Name and version of the prompt."""
     tier: str = ""
     release: str = ""
-    experiment: str = ""
-    arm: str = ""
-    period: int = 0
-    """Of the weights that chose the arm."""
-    unit: str = ""
-    """Digest of who asked, as the experiment counts."""
+    exposure: Exposure | None = None
+    """The arm of an experiment that chose the release."""
+    routed_by: Exposure | None = None
+    """The arm that chose the router's threshold."""
     epoch: int = 0
     route_reason: str = ""
     score: float | None = None

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from gearshift.platform.config import Config, Experiment
+from gearshift.platform.samples import Exposure
 
 PARTS = 1_000_000
 """The parts that units are spread over."""
@@ -40,7 +41,7 @@ class Trial:
     status: Status = "running"
     why: str = ""
     contents: Mapping[str, str] = field(default_factory=dict)
-    """Digest of what each arm's release pins. When that changes it is another experiment under the same name."""
+    """Digest of what each arm pins. When that changes it is another experiment under the same name."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -78,15 +79,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The release that serves a tier for one unit; `experiment` is empty when none chose it."""
+    """The release that serves a tier for one unit. exposure: the arm that chose it, where one did."""
 
     tier: str
     release: str
-    experiment: str = ""
-    arm: str = ""
-    period: int = 0
-    unit: str = ""
-    """Digest of the unit."""
+    exposure: Exposure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +113,14 @@ def release_of(arm: str) -> str:
 
 
 def contents_of(config: Config, name: str) -> dict[str, str]:
-    """Digest of what each arm of an experiment would answer with: model, prompt, policy, sampling."""
-    return {arm: content_of(config, release_of(arm)) for arm in arms_of(config.experiments[name])}
+    """Digest of what each arm of an experiment would answer with: model, prompt, policy, sampling; or its threshold, and what
+    is held against it."""
+    experiment = config.experiments[name]
+    if experiment.thresholds is None:
+        return {arm: content_of(config, release_of(arm)) for arm in arms_of(experiment)}
+    router = config.router.model_dump(mode="json", exclude={"threshold", "calibration", "pressure"})
+    thresholds = experiment.thresholds
+    return {arm: _digest([router, thresholds[release_of(arm)]]) for arm in arms_of(experiment)}
 
 
 def content_of(config: Config, release: str) -> str:
@@ -128,6 +131,10 @@ def content_of(config: Config, release: str) -> str:
         config.prompts[pinned.prompt].model_dump(mode="json"),
         config.policies[pinned.policy].model_dump(mode="json"),
     ]
+    return _digest(parts)
+
+
+def _digest(parts: object) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -155,7 +162,7 @@ def stage_weights(experiment: Experiment, stage: int) -> dict[str, float]:
     """The candidate has the stage's share, in %, and the baseline the rest."""
     assert experiment.rollout is not None
     baseline, candidate = arms_of(experiment)
-    share = experiment.rollout.stages[stage]
+    share = experiment.rollout.shares[stage]
     return {baseline: 100.0 - share, candidate: share}
 
 
@@ -241,14 +248,49 @@ def serve(config: Config, snapshot: Snapshot, tier: str, units: Units) -> Served
     if asked.release is not None:
         return Served(tier, asked.release)
     name = asked.experiment or ""
+    exposure = choose_arm(config, snapshot, name, units)
+    if exposure is None:
+        return Served(tier, release_of(arms_of(config.experiments[name])[0]))
+    return Served(tier, release_of(exposure.arm), exposure)
+
+
+def threshold(config: Config, snapshot: Snapshot, units: Units) -> tuple[float | None, Exposure | None]:
+    """Of the router, where an experiment chooses it; who takes no part has the baseline's. (None, None) without one."""
+    name = config.router.experiment
+    if name is None:
+        return None, None
+    experiment = config.experiments[name]
+    exposure = choose_arm(config, snapshot, name, units)
+    arm = arms_of(experiment)[0] if exposure is None else exposure.arm
+    assert experiment.thresholds is not None
+    return experiment.thresholds[release_of(arm)], exposure
+
+
+def choose_arm(config: Config, snapshot: Snapshot, name: str, units: Units) -> Exposure | None:
+    """None for a unit that takes no part."""
     experiment = config.experiments[name]
     unit = units.of(experiment.unit)
     if not takes_part(config, name, unit):
-        return Served(tier, release_of(arms_of(experiment)[0]))
+        return None
     trial = snapshot.trials[name]
     arm = assign(experiment.salt or name, unit, trial.segments)
     digest = hashlib.blake2b(f"{name}\0{unit}".encode(), digest_size=8).hexdigest()
-    return Served(tier, release_of(arm), name, arm, trial.period, digest)
+    return Exposure(name, arm, trial.period, digest)
+
+
+def in_shadow(config: Config, snapshot: Snapshot, name: str, request_id: str) -> list[str]:
+    """The arms that a request is also sent to, though they have no traffic: none of those that fell."""
+    experiment, trial = config.experiments[name], snapshot.trials[name]
+    if not experiment.shadow or trial.status in ("rolled back", "completed"):
+        return []
+    if part_of(f"shadow\0{name}", request_id) >= experiment.shadow * PARTS:
+        return []
+    weights = trial.weights
+    return [
+        arm
+        for arm in arms_of(experiment)[1:]
+        if not weights.get(arm) and trial.contents.get(arm, "") not in snapshot.fallen
+    ]
 
 
 def with_weights(trial: Trial, weights: Mapping[str, float], epoch: int, now: float, why: str) -> Trial:

@@ -101,17 +101,18 @@ class Router:
             return self._learned.why(query)
         return sorted(self._plain.why(query), key=lambda item: -abs(item[1]))
 
-    def threshold_at(self, load: float) -> float:
-        pressure = self.settings.pressure
-        return policy.pressed(self.threshold, load, pressure.start, pressure.most) if pressure else self.threshold
+    def threshold_at(self, load: float, base: float | None = None) -> float:
+        """`base`: the threshold without load, where an experiment has chosen another one."""
+        pressure, base = self.settings.pressure, self.threshold if base is None else base
+        return policy.pressed(base, load, pressure.start, pressure.most) if pressure else base
 
-    def route(self, query: Query, asked: Asked, load: float = 0.0) -> Route:
+    def route(self, query: Query, asked: Asked, load: float = 0.0, base: float | None = None) -> Route:
         """`load`: 0 to 1, of the expensive tier's queue or of the tenant's budget, whichever is nearer its limit."""
         ruled = policy.rules(self.tiers, asked)
         if len(ruled.tiers) == 1:
             return Route(ruled.tiers[0].name, ruled.decided or "only")
-        threshold = self.threshold_at(load)
-        notes = [*ruled.notes, *([f"load:{load:.2f}"] if threshold != self.threshold else [])]
+        threshold = self.threshold_at(load, base)
+        notes = [*ruled.notes, *([f"load:{load:.2f}"] if threshold != self.threshold_at(0.0, base) else [])]
         note = f" {' '.join(notes)}" if notes else ""
         gains = policy.named(self.tiers, self.gains(query))
         steps = policy.named(ruled.tiers, policy.price_steps(ruled.tiers, asked))

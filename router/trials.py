@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gearshift.platform.config import Experiment
+from gearshift.platform.config import Experiment, Rollout
 from gearshift.router.arms import Snapshot, Trial, arms_of, release_of, stage_weights, with_weights
 
 
@@ -26,6 +26,11 @@ class RollBack:
     why: str
 
 
+def stage_name(rollout: Rollout, stage: int) -> str:
+    share = rollout.stages[stage]
+    return "stage shadow" if share == "shadow" else f"stage {share:g} %"
+
+
 def carried_out(
     experiment: Experiment, name: str, snapshot: Snapshot, step: Advance | RollBack, now: float
 ) -> Snapshot:
@@ -39,7 +44,7 @@ def carried_out(
 def _at_stage(experiment: Experiment, trial: Trial, step: Advance, epoch: int, now: float) -> Trial:
     assert experiment.rollout is not None
     moved = with_weights(trial, stage_weights(experiment, step.stage), epoch, now, step.why)
-    done = experiment.rollout.stages[step.stage] >= 100
+    done = experiment.rollout.shares[step.stage] >= 100
     return replace(moved, stage=step.stage, status="completed" if done else "running")
 
 
@@ -53,7 +58,7 @@ def rolled_back(experiment: Experiment, name: str, snapshot: Snapshot, step: Rol
     alone = math.isclose(weights[baseline], 1.0)
     moved = replace(moved, status="rolled back" if alone else trial.status, stage=-1 if alone else trial.stage)
     generations = dict(snapshot.generations)
-    for release in {release_of(arm) for arm in step.arms}:
+    for release in {release_of(arm) for arm in step.arms} if experiment.thresholds is None else ():
         generations[release] = generations.get(release, 0) + 1
     fallen = {trial.contents[arm]: step.why for arm in step.arms if arm in trial.contents}
     new = _replaced(snapshot, name, moved)

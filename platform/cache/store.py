@@ -63,6 +63,10 @@ class Store:
     async def list_push(self, key: str, value: bytes) -> None:
         await self._call("RPUSH", key, value)
 
+    async def list_first(self, key: str) -> bytes | None:
+        value: bytes | None = await self._call("LINDEX", key, 0)
+        return value
+
     async def list_all(self, key: str) -> list[bytes]:
         found: list[bytes] = await self._call("LRANGE", key, 0, -1)
         return found

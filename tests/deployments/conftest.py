@@ -16,6 +16,7 @@ from gearshift.deployments.gateway import create_app
 from gearshift.deployments.pipeline import Pipeline
 from gearshift.deployments.replicas import _Server, shared_socket
 from gearshift.deployments.samples import SampleLog
+from gearshift.deployments.shadow import Shadows
 from gearshift.platform import config_file
 from gearshift.platform.cache.exact import ExactCache
 from gearshift.platform.cache.limits import RateLimits
@@ -90,8 +91,11 @@ def serve(store: Store, anyio_backend: str) -> Serve:
         )
         token = "sesame" if config.telemetry.metrics_token_env else None
         samples = SampleLog(store, config)
+        shadows = Shadows(samples)
         telling = asyncio.create_task(samples.run())
-        app = create_app(lambda: pipeline, config.gateway, Emitter(config.telemetry), lambda: None, samples, token)
+        app = create_app(
+            lambda: pipeline, config.gateway, Emitter(config.telemetry), lambda: None, samples, shadows, token
+        )
         listener = shared_socket("127.0.0.1", 0)
         server = _Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve([listener]))
@@ -100,6 +104,7 @@ def serve(store: Store, anyio_backend: str) -> Serve:
         finally:
             server.should_exit = True
             await task
+            await shadows.close()
             telling.cancel()
             await pipeline.settled()
 

@@ -296,6 +296,6 @@ async def test_a_release_that_drifts_is_an_alert_until_it_is_well_again(store: S
         assert list(judge.state.drift["small-v1"]) == ["valid", "empty"]
         noted = await judge._board.changes()
         assert [(each.experiment, each.what) for each in noted] == [("small-v1", "drift")]
-        assert judge._alerts({}, {})[0].startswith("release small-v1 has drifted: valid 0.6")
+        assert judge._alerts({}, {}, {})[0].startswith("release small-v1 has drifted: valid 0.6")
         answers(500, 10)
-        assert judge._alerts({}, {}) == []
+        assert judge._alerts({}, {}, {}) == []

@@ -124,3 +124,30 @@ def test_more_is_about_what_is_missing() -> None:
     assert not decided(1 + 0.95 * more / 200)
     assert seq.more_until(lambda factor: False, 200) is None
     assert seq.more_until(lambda factor: True, 200) == 0
+
+
+def test_a_preference_is_tested_against_a_half_and_counts_ties() -> None:
+    """Its mean over everything that can happen is at most 1 at the edge of what it is held against: summed up over pairs that are
+    won, lost or tied."""
+    n = 12
+    for tie in (0.0, 0.4):
+        both = below = 0.0
+        for won in range(n + 1):
+            for lost in range(n + 1 - won):
+                ties = n - won - lost
+                ways = math.comb(n, won) * math.comb(n - won, lost)
+                chance = ways * ((1 - tie) / 2) ** (won + lost) * tie**ties
+                seen = Rate(n, won + ties / 2)
+                below += chance * math.exp(seq.preference_below(seen))
+                mixed = seq.log_mixture(seen.total, n) - seq.log_likelihood(seen.total, n, 0.5)
+                both += chance * math.exp(float(mixed))
+        assert both <= 1 + 1e-9
+        assert below <= 1 + 1e-9
+
+
+def test_a_preference_that_is_surely_lost_is_found() -> None:
+    assert seq.preference_below(Rate(60, 15)) > seq.surprise(0.05)
+    assert seq.preference_below(Rate(60, 15), margin=0.25) < 0
+    assert seq.preference_below(Rate(60, 45)) < 0
+    interval = seq.preference_interval(Rate(200, 150), 0.05)
+    assert 0 < interval.low < 0.25 < interval.high < 0.5

@@ -12,7 +12,21 @@ from scipy.stats import chisquare
 from gearshift.platform import config_file
 from gearshift.platform.errors import ConfigError
 from gearshift.router import trials
-from gearshift.router.arms import AGAIN, PARTS, Segment, Snapshot, Units, allocate, assign, begin, serve, takes_part
+from gearshift.router.arms import (
+    AGAIN,
+    PARTS,
+    Segment,
+    Served,
+    Snapshot,
+    Units,
+    allocate,
+    assign,
+    begin,
+    in_shadow,
+    serve,
+    takes_part,
+    threshold,
+)
 
 TEXT = """
 models: {m: {echo: {}}}
@@ -27,6 +41,11 @@ experiments:
 
 def config(x: str = "{arms: {a: 1, b: 1}}", y: str = "{arms: {a: 1, b: 1}}", extra: str = "") -> Any:
     return config_file.parse(f"{TEXT}  x: {x}\n  y: {y}\n{extra}")
+
+
+def arm(served: Served) -> str:
+    assert served.exposure is not None
+    return served.exposure.arm
 
 
 def parts(segments: tuple[Segment, ...]) -> Counter[str]:
@@ -91,7 +110,7 @@ def test_experiments_of_a_layer_share_no_unit_and_those_left_out_get_the_baselin
     assert [len(within[name]) / 5_000 for name in "xy"] == pytest.approx([0.3, 0.5], abs=0.03)
     out = next(u for u in units if u not in within["x"])
     served = serve(loaded, Snapshot.of(loaded), "cheap", Units("r", user=out))
-    assert (served.release, served.experiment) == ("a", "")
+    assert (served.release, served.exposure) == ("a", None)
 
 
 def test_the_holdout_takes_part_in_nothing() -> None:
@@ -105,21 +124,21 @@ def test_the_holdout_takes_part_in_nothing() -> None:
 def test_the_same_user_keeps_the_arm_and_a_nameless_one_is_somebody_new() -> None:
     loaded = config()
     snapshot = Snapshot.of(loaded)
-    assert len({serve(loaded, snapshot, "cheap", Units(f"r{n}", user="anna")).arm for n in range(50)}) == 1
-    assert len({serve(loaded, snapshot, "cheap", Units(f"r{n}")).arm for n in range(50)}) == 2
+    assert len({arm(serve(loaded, snapshot, "cheap", Units(f"r{n}", user="anna"))) for n in range(50)}) == 1
+    assert len({arm(serve(loaded, snapshot, "cheap", Units(f"r{n}"))) for n in range(50)}) == 2
 
 
 def test_sessions_and_requests_are_units_too() -> None:
     loaded = config("{arms: {a: 1, b: 1}, unit: session}", "{arms: {a: 1, b: 1}, unit: request}")
     units = [Units(f"r{n}", user="anna", session="s") for n in range(50)]
-    assert len({serve(loaded, Snapshot.of(loaded), "cheap", unit).arm for unit in units}) == 1
-    assert len({serve(loaded, Snapshot.of(loaded), "expensive", unit).arm for unit in units}) == 2
+    assert len({arm(serve(loaded, Snapshot.of(loaded), "cheap", unit)) for unit in units}) == 1
+    assert len({arm(serve(loaded, Snapshot.of(loaded), "expensive", unit)) for unit in units}) == 2
 
 
 def test_an_a_a_test_has_two_arms_of_one_release() -> None:
     loaded = config("{arms: {a: 1}, aa: true}")
     served = [serve(loaded, Snapshot.of(loaded), "cheap", Units(f"r{n}")) for n in range(100)]
-    assert {each.arm for each in served} == {"a", "a" + AGAIN}
+    assert {arm(each) for each in served} == {"a", "a" + AGAIN}
     assert {each.release for each in served} == {"a"}
 
 
@@ -144,6 +163,51 @@ def test_stages_of_a_rollout_follow_each_other_to_the_end() -> None:
     assert (snapshot.trials["x"].weights, snapshot.trials["x"].status) == ({"b": 1.0}, "completed")
 
 
+def test_a_rollout_may_begin_in_the_shadow() -> None:
+    loaded = config("{arms: {a: 1, b: 0}, shadow: 0.2, rollout: {stages: [shadow, 10, 100]}}")
+    experiment = loaded.experiments["x"]
+    snapshot = Snapshot.of(loaded)
+    assert (snapshot.trials["x"].weights, snapshot.trials["x"].stage) == ({"a": 1.0}, 0)
+    chosen = [n for n in range(5_000) if in_shadow(loaded, snapshot, "x", f"r{n}") == ["b"]]
+    assert len(chosen) / 5_000 == pytest.approx(0.2, abs=0.02)
+    moved = trials.carried_out(experiment, "x", snapshot, trials.Advance(1, "fine"), 1.0)
+    assert moved.trials["x"].weights == pytest.approx({"a": 0.9, "b": 0.1})
+    assert not any(in_shadow(loaded, moved, "x", f"r{n}") for n in range(100))
+
+
+def test_what_fell_is_not_asked_in_the_shadow_any_more() -> None:
+    loaded = config("{arms: {a: 1, b: 0}, shadow: 1}")
+    snapshot = Snapshot.of(loaded)
+    assert in_shadow(loaded, snapshot, "x", "r") == ["b"]
+    fell = trials.carried_out(loaded.experiments["x"], "x", snapshot, trials.RollBack(("b",), "worse"), 1.0)
+    assert in_shadow(loaded, fell, "x", "r") == []
+
+
+THRESHOLDS = "{arms: {low: 1, high: 1}, thresholds: {low: 0.2, high: 0.4}}"
+
+
+def thresholds() -> Any:
+    text = TEXT.replace("{experiment: x}", "{release: a}").replace("{experiment: y}", "{release: b}")
+    return config_file.parse(f"{text}  x: {THRESHOLDS}\nrouter: {{experiment: x}}\n")
+
+
+def test_arms_may_be_thresholds_of_the_router() -> None:
+    loaded = thresholds()
+    found = [threshold(loaded, Snapshot.of(loaded), Units(f"r{n}")) for n in range(2_000)]
+    values = Counter(value for value, _ in found)
+    assert values[0.2] / 2_000 == pytest.approx(0.5, abs=0.05)
+    assert all(seen and value == {"low": 0.2, "high": 0.4}[seen.arm] for value, seen in found)
+
+
+def test_a_threshold_that_falls_leaves_no_cached_answers_behind_but_stays_fallen() -> None:
+    loaded = thresholds()
+    snapshot = Snapshot.of(loaded)
+    fell = trials.carried_out(loaded.experiments["x"], "x", snapshot, trials.RollBack(("high",), "worse"), 1.0)
+    assert fell.generations == {}
+    assert {threshold(loaded, fell, Units(f"r{n}"))[0] for n in range(100)} == {0.2}
+    assert begin(loaded.experiments["x"], 0.0, snapshot.trials["x"].contents, fell.fallen).status == "rolled back"
+
+
 @pytest.mark.parametrize(
     ("experiment", "said"),
     [
@@ -151,6 +215,11 @@ def test_stages_of_a_rollout_follow_each_other_to_the_end() -> None:
         ("{arms: {a: 1}, rollout: {}}", "exactly two arms"),
         ("{arms: {a: 1, b: 1}, rollout: {stages: [5, 5]}}", "greater than"),
         ("{arms: {a: 1, b: 1}, rollout: {stages: [0, 5]}}", "greater than 0"),
+        ("{arms: {a: 1, b: 1}, shadow: 0.1, rollout: {stages: [5, shadow]}}", "shadow comes first"),
+        ("{arms: {a: 1, b: 1}, rollout: {stages: [shadow, 5]}}", "needs a share of the requests"),
+        ("{arms: {low: 1, high: 1}, thresholds: {low: 0.2}}", "one for each arm"),
+        ("{arms: {low: 1, high: 1}, thresholds: {low: 0.2, high: 0.4}}", "belongs to router.experiment"),
+        ("{arms: {a: 1, b: 1}, metrics: [preferred]}", "set evaluation.judge"),
         ("{arms: {a: 1, b: 1}, aa: true}", "exactly one arm"),
         ("{arms: {a: 1, b: 1}, layer_share: 0.5}", "needs a layer"),
         ("{arms: {a: 1, b: 1}, metrics: [sucess]}", "experiments.x.metrics"),

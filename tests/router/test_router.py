@@ -56,7 +56,7 @@ def test_a_tier_is_served_by_its_release_or_by_the_snapshot_s_arm() -> None:
     loaded = config()
     assert serve(loaded, Snapshot.of(loaded), "expensive", Units("u")).release == "qwen-v1"
     served = serve(loaded, Snapshot.of(loaded), "cheap", Units("u"))
-    assert (served.release, served.experiment) == ("smollm2-v1", "x")
+    assert (served.release, served.exposure and served.exposure.experiment) == ("smollm2-v1", "x")
     moved = Snapshot(1, {"x": Trial((Segment(PARTS, "qwen-v1"),), period=1)})
     assert serve(loaded, moved, "cheap", Units("u")).release == "qwen-v1"
 

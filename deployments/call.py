@@ -1,0 +1,72 @@
+"""One request on its way: as it arrived, where it may go, and what is roughly known of its size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gearshift.deployments.samples import Heard
+from gearshift.platform.cache.limits import Reservation
+from gearshift.platform.config import Config, Price
+from gearshift.platform.openai import ChatRequest
+from gearshift.platform.request import Usage
+from gearshift.platform.telemetry import Record
+from gearshift.router.arms import Served
+from gearshift.router.features import Query
+
+CHARS_PER_TOKEN = 3
+"""A low guess, so that what is reserved is rarely less than what is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request as it arrived."""
+
+    id: str
+    body: ChatRequest
+    authorization: str = ""
+    no_cache: bool = False
+    tier: str = ""
+    """That the client wants `auto` to take, from its header."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A release that may answer. `verify`: its answer is judged, as one to this query, before any of it is sent."""
+
+    served: Served
+    verify: Query | None = None
+
+
+class Ticket:
+    """What the steps have learned so far; one a request. The gateway reads the reservation's headers from it."""
+
+    def __init__(self, record: Record, heard: Heard | None = None) -> None:
+        self.record = record
+        self.heard = heard or Heard(wanted=False)
+        self.reservation: Reservation | None = None
+
+
+def query_of(body: ChatRequest) -> Query:
+    """What the router looks at: the last thing the user said."""
+    text = next((m.message().content for m in reversed(body.messages) if m.role == "user"), "")
+    return Query(text, sum(message.role == "user" for message in body.messages))
+
+
+def estimate_prompt(body: ChatRequest) -> int:
+    """Tokens, roughly."""
+    return sum(len(message.message().content) // CHARS_PER_TOKEN + 4 for message in body.messages)
+
+
+def estimate_tokens(body: ChatRequest, config: Config) -> int:
+    """What the request may use at most, roughly: its text and the longest answer it allows."""
+    prompt = estimate_prompt(body)
+    answer = body.max_completion_tokens or body.max_tokens
+    answer = answer or max(release.sampling.max_completion_tokens for release in config.releases.values())
+    return prompt + answer * body.choices
+
+
+def cost(usage: Usage, price: Price) -> float:
+    """US dollars; prices are a million tokens."""
+    return (usage.prompt_tokens * price.input + usage.completion_tokens * price.output) / 1e6
