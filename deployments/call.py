@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gearshift.deployments.samples import Heard
 from gearshift.platform.cache.limits import Reservation
 from gearshift.platform.config import Config, Price
-from gearshift.platform.openai import ChatRequest
+from gearshift.platform.openai import Generation
 from gearshift.platform.request import Usage
 from gearshift.platform.telemetry import Record
 from gearshift.router.arms import Served
@@ -23,7 +23,7 @@ class Call:
     """One request as it arrived."""
 
     id: str
-    body: ChatRequest
+    body: Generation
     authorization: str = ""
     no_cache: bool = False
     tier: str = ""
@@ -48,22 +48,23 @@ class Ticket:
         self.reservation: Reservation | None = None
 
 
-def query_of(body: ChatRequest) -> Query:
+def query_of(body: Generation) -> Query:
     """What the router looks at: the last thing the user said."""
-    text = next((m.message().content for m in reversed(body.messages) if m.role == "user"), "")
-    return Query(text, sum(message.role == "user" for message in body.messages))
+    text = next((message.content for message in reversed(body.turns) if message.role == "user"), "")
+    return Query(text, sum(message.role == "user" for message in body.turns))
 
 
-def estimate_prompt(body: ChatRequest) -> int:
+def estimate_prompt(body: Generation) -> int:
     """Tokens, roughly."""
-    return sum(len(message.message().content) // CHARS_PER_TOKEN + 4 for message in body.messages)
+    if body.token_ids is not None:
+        return len(body.token_ids)
+    return sum(len(message.content) // CHARS_PER_TOKEN + 4 for message in body.turns)
 
 
-def estimate_tokens(body: ChatRequest, config: Config) -> int:
+def estimate_tokens(body: Generation, config: Config) -> int:
     """What the request may use at most, roughly: its text and the longest answer it allows."""
     prompt = estimate_prompt(body)
-    answer = body.max_completion_tokens or body.max_tokens
-    answer = answer or max(release.sampling.max_completion_tokens for release in config.releases.values())
+    answer = body.wished_tokens or max(release.sampling.max_completion_tokens for release in config.releases.values())
     return prompt + answer * body.choices
 
 

@@ -7,11 +7,14 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from opentelemetry.trace import INVALID_SPAN
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
@@ -24,8 +27,9 @@ from gearshift.deployments.feedback import parse_feedback
 from gearshift.deployments.pipeline import Pipeline, without_text
 from gearshift.deployments.samples import Heard, SampleLog
 from gearshift.deployments.shadow import Shadows
-from gearshift.platform import telemetry
+from gearshift.platform import completions, telemetry
 from gearshift.platform.cache.store import StoreAway
+from gearshift.platform.completions import parse_completions
 from gearshift.platform.config import Gateway
 from gearshift.platform.errors import (
     DeadlineExceeded,
@@ -38,7 +42,15 @@ from gearshift.platform.errors import (
     StoreUnavailable,
     public,
 )
-from gearshift.platform.openai import ChunkWriter, Identity, completion, error_event, model_object, parse_chat
+from gearshift.platform.openai import (
+    ChunkWriter,
+    Generation,
+    Identity,
+    completion,
+    error_event,
+    model_object,
+    parse_chat,
+)
 from gearshift.platform.request import Delta
 from gearshift.platform.telemetry import Emitter, Record
 from gearshift.platform.tenants import require_token
@@ -47,6 +59,8 @@ log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
 """nginx's status for a client that went away; only ever seen in records."""
+PROMPTS_AT_ONCE = 8
+"""Of one request, so that it does not take all seats."""
 
 
 def create_app(
@@ -63,15 +77,19 @@ def create_app(
     app = FastAPI(title="Gearshift", version=__version__, docs_url=None, redoc_url=None)
     created = int(time.time())
 
-    class ChatCompletions:
-        """The hot route, as plain ASGI: FastAPI's argument machinery has nothing to do for it."""
+    class Generate:
+        """The hot routes, as plain ASGI: FastAPI's argument machinery has nothing to do for them."""
+
+        def __init__(self, dialect: Dialect) -> None:
+            self._dialect = dialect
 
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            await ChatExchange(Request(scope, receive), serving(), config, emitter, samples, shadows).respond(
-                receive, send
-            )
+            request = Request(scope, receive)
+            exchange = Exchange(self._dialect, request, serving(), config, emitter, samples, shadows)
+            await exchange.respond(receive, send)
 
-    app.router.routes.append(Route("/v1/chat/completions", ChatCompletions(), methods=["POST"]))
+    app.router.routes.append(Route("/v1/chat/completions", Generate(CHAT), methods=["POST"]))
+    app.router.routes.append(Route("/v1/completions", Generate(TEXT), methods=["POST"]))
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -159,16 +177,45 @@ def error_headers(error: GearshiftError) -> dict[str, str]:
     return headers
 
 
-class ChatExchange:
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One of the API's ways to ask for text. parse: the body to what it asks for, several prompts to several. whole: their
+    answers to a body. writer: for the events of a stream."""
+
+    operation: str
+    prefix: str
+    parse: Callable[[bytes], Sequence[Generation]]
+    whole: Callable[[Identity, Sequence[Any], Sequence[Sequence[Delta]]], bytes]
+    writer: Callable[[Identity, Any], Writer]
+
+
+class Writer(Protocol):
+    DONE: ClassVar[bytes]
+
+    def events(self, delta: Delta) -> bytes: ...
+
+
+CHAT = Dialect(
+    "chat",
+    "chatcmpl-",
+    lambda body: [parse_chat(body)],
+    lambda identity, _, answers: completion(identity, answers[0]),
+    lambda identity, body: ChunkWriter(identity, body.include_usage, body.choices),
+)
+TEXT = Dialect("text_completion", "cmpl-", parse_completions, completions.completion, completions.CompletionWriter)
+
+
+class Exchange:
     """One request and its answer, from its first byte to its last.
 
     All of it runs in one task, which is cancelled when the client goes away or the deadline passes: closing the
     pipeline's generator is the one mechanism that stops what is below. The status line waits for the first Delta, so
-    that an early failure has a real status.
+    that an early failure has a real status. A body with several prompts is as many requests, with a record each.
     """
 
     def __init__(
         self,
+        dialect: Dialect,
         request: Request,
         pipeline: Pipeline,
         config: Gateway,
@@ -176,16 +223,20 @@ class ChatExchange:
         samples: SampleLog,
         shadows: Shadows,
     ) -> None:
+        self._dialect = dialect
         self._request = request
         self._pipeline = pipeline
         self._config = config
         self._emitter = emitter
         self._samples = samples
         self._shadows = shadows
-        self._call: Call | None = None
-        self._ticket = Ticket(Record(_new_id()), Heard(samples.wants_text))
-        self._record = self._ticket.record
+        self._calls: list[Call] = []
+        self._tickets = [self._ticket_for(_new_id())]
+        self._record = self._tickets[0].record
         self._begun = False
+
+    def _ticket_for(self, request_id: str) -> Ticket:
+        return Ticket(Record(request_id, self._dialect.operation), Heard(self._samples.wants_text))
 
     async def respond(self, receive: Receive, send: Send) -> None:
         body = await self._read_body()  # before anybody else may call receive
@@ -214,15 +265,8 @@ class ChatExchange:
             if isinstance(body, GearshiftError):
                 raise body
             async with asyncio.timeout(self._config.request_timeout_s):
-                call = self._call = Call(
-                    id=record.request_id,
-                    body=parse_chat(body),
-                    authorization=headers.get("authorization", ""),
-                    no_cache=_refuses_cache(headers.get("cache-control", "")),
-                    tier=headers.get("x-gearshift-tier", ""),
-                    trace=self._emitter.propagate(span),
-                )
-                await self._answer(call, send)
+                self._calls = [self._call(asked, self._emitter.propagate(span)) for asked in self._dialect.parse(body)]
+                await self._answer(send)
         except asyncio.CancelledError:
             record.status, record.error = CLIENT_GONE, "client_gone"
             raise
@@ -233,35 +277,80 @@ class ChatExchange:
             await self._fail(error, send)
         finally:
             self._emitter.emit(record, span)
-            self._samples.told(record, self._ticket.heard)
-            if self._call is not None:
-                self._shadows.offer(self._pipeline, self._call, self._ticket)
+            for ticket in self._tickets[1:]:
+                ticket.record.status, ticket.record.error = record.status, record.error
+                self._emitter.emit(ticket.record, INVALID_SPAN)
+            for place, ticket in enumerate(self._tickets):
+                self._samples.told(ticket.record, ticket.heard)
+                if self._calls:
+                    self._shadows.offer(self._pipeline, self._calls[place], ticket)
 
-    async def _answer(self, call: Call, send: Send) -> None:
+    def _call(self, asked: Generation, trace: dict[str, str]) -> Call:
+        headers = self._request.headers
+        return Call(
+            id=self._record.request_id,
+            body=asked,
+            authorization=headers.get("authorization", ""),
+            no_cache=_refuses_cache(headers.get("cache-control", "")),
+            tier=headers.get("x-gearshift-tier", ""),
+            trace=trace,
+        )
+
+    async def _answer(self, send: Send) -> None:
+        for place, call in enumerate(self._calls[1:], 1):
+            ticket = self._ticket_for(f"{call.id}-{place}")
+            self._calls[place] = replace(call, id=ticket.record.request_id)
+            self._tickets.append(ticket)
+        if len(self._calls) > 1:
+            await self._answer_all(send)
+            return
+        [call], [ticket] = self._calls, self._tickets
         self._record.stream = bool(call.body.stream)
-        async with aclosing(self._pipeline.run(call, self._ticket)) as deltas:
+        async with aclosing(self._pipeline.run(call, ticket)) as deltas:
             first = await anext(deltas)
             self._record.first_token_ns = time.time_ns()
-            identity = Identity(
-                id=call.id.replace("req_", "chatcmpl-"),
-                model=self._record.release,
-                system_fingerprint=self._pipeline.fingerprints[self._record.release],
-            )
             if call.body.stream:
-                writer = ChunkWriter(identity, call.body.include_usage, call.body.choices)
+                writer = self._dialect.writer(self._identity(), call.body)
                 await self._stream(writer, first, deltas, send)
             else:
-                await self._whole(identity, first, deltas, send)
+                await self._whole([[first, *[delta async for delta in deltas]]], send)
 
-    async def _stream(self, writer: ChunkWriter, first: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
+    async def _answer_all(self, send: Send) -> None:
+        """Several prompts, a few at a time; one that fails fails them all."""
+        gate = asyncio.Semaphore(PROMPTS_AT_ONCE)
+
+        async def answer(call: Call, ticket: Ticket) -> list[Delta]:
+            async with gate, aclosing(self._pipeline.run(call, ticket)) as deltas:
+                found = []
+                async for delta in deltas:
+                    ticket.record.first_token_ns = ticket.record.first_token_ns or time.time_ns()
+                    found.append(delta)
+                return found
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                pairs = zip(self._calls, self._tickets, strict=True)
+                tasks = [group.create_task(answer(call, ticket)) for call, ticket in pairs]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        await self._whole([task.result() for task in tasks], send)
+
+    def _identity(self) -> Identity:
+        return Identity(
+            id=self._record.request_id.replace("req_", self._dialect.prefix),
+            model=self._record.release,
+            system_fingerprint=self._pipeline.fingerprints[self._record.release],
+        )
+
+    async def _stream(self, writer: Writer, first: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
         await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}, send)
         await _body(send, writer.events(first), more=True)
         async for delta in deltas:
             await _body(send, writer.events(delta), more=True)
         await _body(send, writer.DONE, more=False)
 
-    async def _whole(self, identity: Identity, first: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
-        body = completion(identity, [first, *[delta async for delta in deltas]])
+    async def _whole(self, answers: Sequence[Sequence[Delta]], send: Send) -> None:
+        body = self._dialect.whole(self._identity(), [call.body for call in self._calls], answers)
         await self._start(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
         await _body(send, body, more=False)
 
@@ -286,7 +375,7 @@ class ChatExchange:
 
     def _facts(self) -> dict[str, str]:
         """What happened, as far as it is known when the status line is written."""
-        record, reservation = self._record, self._ticket.reservation
+        record, reservation = self._record, self._tickets[0].reservation
         facts = {
             "x-request-id": record.request_id,
             "openai-processing-ms": str((time.time_ns() - record.started_ns) // 1_000_000),

@@ -31,11 +31,13 @@ from gearshift.platform.errors import (
     ContentBlocked,
     EngineUnavailable,
     GearshiftError,
+    InvalidRequest,
     ModelNotFound,
     Overloaded,
     ShuttingDown,
     UpstreamError,
 )
+from gearshift.platform.openai import Generation
 from gearshift.platform.prompts.assemble import assemble
 from gearshift.platform.request import Delta, Message, Request, SamplingParams, Usage
 from gearshift.platform.telemetry import AttemptNote, Record, VerdictNote
@@ -134,11 +136,13 @@ class Pipeline:
         record.tier, record.release, record.exposure = served.tier, served.release, served.exposure
         sampling = record.sampling = call.body.sampling(release.sampling)
         with record.step("guard_input"):
-            messages = self._guard_input(policy, call.body.request_messages(), record)
-        with record.step("assemble"):
-            prompt = self._config.prompts[release.prompt]
-            record.prompt = release.prompt, prompt.version
-            messages = assemble(prompt, messages)
+            _check_readable(policy, release.policy, call.body)
+            messages = self._guard_input(policy, call.body.turns, record)
+        if not call.body.raw:  # what is only continued has no turns, and no place for the release's prompt
+            with record.step("assemble"):
+                prompt = self._config.prompts[release.prompt]
+                record.prompt = release.prompt, prompt.version
+                messages = assemble(prompt, messages)
         with record.step("cache"):
             question = self._question(call, served.release, messages, sampling, verify is not None, record)
             answer = await self._look_up(question, record)
@@ -175,7 +179,8 @@ class Pipeline:
 
         def ask(choice: int, wished: SamplingParams) -> AsyncGenerator[Delta, None]:
             name = f"{call.id}-{choice}" if choice else call.id
-            request = Request(name, messages, wished, record.tenant, call.body.service, salt, trace)
+            turns, prompt = (messages, None) if not call.body.raw else ((), call.body.token_ids or messages[0].content)
+            request = Request(name, turns, wished, record.tenant, call.body.service, salt, trace, prompt)
             return self._engines[model].generate(request)
 
         if verify is not None:
@@ -273,6 +278,8 @@ class Pipeline:
         if call.body.choices > 1:
             return None
         salt = call.body.cache_salt or ""
+        if call.body.raw:
+            salt = f"{salt}\0raw {call.body.token_ids or ''}"
         if verify:  # an answer that nobody judged is no answer to a request that wants it judged
             salt = f"{salt}\0{self._routing.judge_id}"
         generation = self._snapshot().generations.get(release, 0)
@@ -336,6 +343,22 @@ async def _timed(deltas: AsyncGenerator[Delta, None], record: Record) -> AsyncGe
                 record.engine_ns += time.time_ns() - asked
             record.engine_deltas += 1
             yield delta
+
+
+def _check_readable(policy: CompiledPolicy, name: str, body: Generation) -> None:
+    """What guardrails can't read they can't pass."""
+    if body.token_ids is not None and policy.input.links:
+        raise InvalidRequest(
+            f"The policy {name!r} reads what is asked; send the prompt as text, or ask a release whose policy has no input "
+            "rules.",
+            param="prompt",
+        )
+    if body.logprobs_wanted is not None and policy.output.links:
+        raise InvalidRequest(
+            f"The policy {name!r} reads answers, and log-probabilities would tell what it takes out of them; ask a release "
+            "whose policy has no output rules.",
+            param="logprobs",
+        )
 
 
 def _noter(record: Record, stage: Stage) -> Callable[[Verdict], None]:

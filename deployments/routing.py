@@ -48,7 +48,7 @@ class Routing:
         record.route_reason, record.score = chosen.reason, chosen.score
         self._watch_drift(caller.tenant, chosen.score)
         candidates = [Candidate(serve(config, snapshot, tier, units)) for tier in (chosen.tier, *chosen.others)]
-        if self._router.verifies(chosen) and call.body.choices == 1:
+        if self._router.verifies(chosen) and call.body.choices == 1 and not call.body.raw:
             # what is given up goes on to the others, and back to the first unjudged when none of them can answer
             return [replace(candidates[0], verify=query), *candidates[1:], candidates[0]]
         return candidates
@@ -85,7 +85,7 @@ class Routing:
             raise PermissionDenied(
                 f"x-gearshift-tier: tenant {caller.tenant!r} may not use {call.tier!r}; it may use: {allowed}."
             )
-        wished = call.body.max_completion_tokens or call.body.max_tokens or 0
+        wished = call.body.wished_tokens or 0
         asked = Asked(
             prompt_tokens=estimate_prompt(call.body),
             wished_tokens=wished,

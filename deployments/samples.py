@@ -149,7 +149,7 @@ class Heard:
     """Arms that were asked and could not answer, so that another tier did."""
 
     def hear(self, delta: Delta) -> None:
-        if self.wanted and delta.text and delta.choice == 0:
+        if self.wanted and delta.text and delta.choice == 0 and not delta.echo:
             self.pieces.append(delta.text)
 
 

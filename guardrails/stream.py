@@ -78,4 +78,7 @@ async def watch(
                 yield Delta(text, "content_filter", delta.usage)
                 return
             if text or delta.finish_reason:
-                yield Delta(text, delta.finish_reason, delta.usage)
+                if not chain.links:  # nothing is ever held back: text and tokens go together
+                    yield delta
+                else:
+                    yield Delta(text, delta.finish_reason, delta.usage)

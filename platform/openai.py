@@ -6,7 +6,9 @@ A field that we do not serve yet is an error that names it, unless its value ask
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,13 +21,14 @@ from gearshift.platform.request import (
     Message,
     Role,
     SamplingParams,
+    ScoredToken,
     ServiceClass,
     Usage,
 )
 
+Body = TypeVar("Body", bound=BaseModel)
+
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -45,7 +48,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "structured_outputs": (),
 }
-"""Fields of the API that are not served yet, with the values that ask for nothing; null always is one."""
+"""Of chat."""
 
 SAMPLING_FIELDS = (
     "top_k",
@@ -97,15 +100,15 @@ class CacheControl(_Wire):
     mode: Literal["off", "deterministic", "all"]
 
 
-class ChatRequest(_Wire):
-    """Body of `POST /v1/chat/completions`."""
+class Generation(_Wire):
+    """What every request for generated text may say."""
 
     MAX_STOPS: ClassVar[int] = 16
     MAX_CHOICES: ClassVar[int] = 16
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields of the API that are not served yet, with the values that ask for nothing; null always is one."""
 
     model: str
-    messages: Annotated[list[WireMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -140,29 +143,50 @@ class ChatRequest(_Wire):
         for name, value in body.items():
             if name in HARMLESS:
                 continue
-            if name not in NEUTRAL:
+            if name not in cls.NEUTRAL:
                 kept[name] = value
-            elif value is not None and value not in NEUTRAL[name]:
+            elif value is not None and value not in cls.NEUTRAL[name]:
                 raise UnsupportedParameter(f"{name!r} is not supported yet; leave it out.", param=name)
         return kept
 
-    def request_messages(self) -> tuple[Message, ...]:
-        return tuple(message.message() for message in self.messages)
+    @property
+    def turns(self) -> tuple[Message, ...]:
+        """What was said so far."""
+        raise NotImplementedError
+
+    @property
+    def raw(self) -> bool:
+        """To be continued as it is, and not answered."""
+        return False
+
+    @property
+    def token_ids(self) -> tuple[int, ...] | None:
+        """Of a prompt that did not come as text."""
+        return None
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """How many likeliest tokens are told beside each; None for nothing of it."""
+        return None
+
+    @property
+    def wished_tokens(self) -> int | None:
+        return self.max_tokens
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         """The request's wishes over the release's defaults."""
         wished = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if wished.get("top_k") == -1:  # vLLM's way to say "off"
             wished["top_k"] = 0
-        wished_tokens = self.max_completion_tokens or self.max_tokens
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
-            max_tokens=wished_tokens or defaults.max_completion_tokens,
-            fit_context=wished_tokens is None,
+            max_tokens=self.wished_tokens or defaults.max_completion_tokens,
+            fit_context=self.wished_tokens is None,
             temperature=defaults.temperature if self.temperature is None else self.temperature,
             top_p=defaults.top_p if self.top_p is None else self.top_p,
             stop=tuple(text for text in stop if text),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=self.logprobs_wanted,
             **wished,
         )
 
@@ -185,12 +209,47 @@ class ChatRequest(_Wire):
         return self.safety_identifier or self.user
 
 
-def parse_chat(body: bytes) -> ChatRequest:
+class ChatRequest(Generation):
+    """Body of `POST /v1/chat/completions`."""
+
+    MAX_TOP: ClassVar[int] = 20
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
+
+    messages: Annotated[list[WireMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+
+    @model_validator(mode="after")
+    def _top_of_something(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs: true")
+        return self
+
+    @cached_property
+    def turns(self) -> tuple[Message, ...]:
+        return tuple(message.message() for message in self.messages)
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def wished_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+def parse_as(kind: type[Body], body: bytes) -> Body:
     """Raises `InvalidRequest` (with the field's path in `param`) or `UnsupportedParameter`."""
     try:
-        return ChatRequest.model_validate_json(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise invalid(error) from error
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """As `parse_as`."""
+    return parse_as(ChatRequest, body)
 
 
 def invalid(error: ValidationError) -> InvalidRequest:
@@ -239,10 +298,27 @@ class Identity(msgspec.Struct, frozen=True):
 def _choice(index: int, deltas: list[Delta]) -> JsonObject:
     text = "".join(delta.text for delta in deltas)
     message = {"role": "assistant", "content": text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": deltas[-1].finish_reason}
+    logprobs = logprobs_object([token for delta in deltas for token in delta.scored])
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": deltas[-1].finish_reason}
 
 
-def completion(identity: Identity, deltas: list[Delta]) -> bytes:
+def logprobs_object(scored: Sequence[ScoredToken]) -> JsonObject | None:
+    """None when there are none. The tokens make the text: one that only ended it is left out."""
+    scored = [token for token in scored if not token.ends]
+    if not scored:
+        return None
+
+    def shown(text: str, logprob: float | None) -> JsonObject:
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        shown(token.text, token.logprob) | {"top_logprobs": [shown(text, value) for text, value in token.top]}
+        for token in scored
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion(identity: Identity, deltas: Sequence[Delta]) -> bytes:
     """The body of an answer that is not streamed, from all its pieces."""
     choices: dict[int, list[Delta]] = {}
     for delta in deltas:
@@ -286,7 +362,7 @@ class ChunkWriter:
         started = delta.choice in self._started
         if delta.text or not started:
             fields = {"content": delta.text} if started else {"role": "assistant", "content": delta.text}
-            parts.append(self._chunk(delta.choice, fields, None))
+            parts.append(self._chunk(delta.choice, fields, None, delta.scored))
             self._started.add(delta.choice)
         if delta.finish_reason:
             self._running -= 1
@@ -296,8 +372,11 @@ class ChunkWriter:
                 parts.append(b'%b,"choices":[],"usage":%b}\n\n' % (self._head, _json(usage)))
         return b"".join(parts)
 
-    def _chunk(self, index: int, fields: dict[str, str], finish_reason: str | None) -> bytes:
-        choice = {"index": index, "delta": fields, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(
+        self, index: int, fields: dict[str, str], finish_reason: str | None, scored: Sequence[ScoredToken] = ()
+    ) -> bytes:
+        logprobs = logprobs_object(scored)
+        choice = {"index": index, "delta": fields, "logprobs": logprobs, "finish_reason": finish_reason}
         return b'%b,"choices":[%b]%b' % (self._head, _json(choice), self._tail)
 
 

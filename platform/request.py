@@ -45,6 +45,10 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     certainty: bool = False
     """Also tell how probable each token was, and how open the choice."""
+    logprobs: int | None = None
+    """Also tell each token with its log-probability and those of so many likeliest ones; None for nothing of it."""
+    echo: bool = False
+    """Begin with the prompt; with `logprobs` its tokens are told too."""
 
     @property
     def deterministic(self) -> bool:
@@ -57,6 +61,7 @@ class Request:
 
     id: str
     messages: tuple[Message, ...]
+    """None where there is a `prompt`."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = ""
     service: ServiceClass = "interactive"
@@ -64,6 +69,8 @@ class Request:
     """Narrows who shares cached prefixes with this request; never shared between tenants."""
     trace: dict[str, str] = field(default_factory=dict)
     """W3C trace context of the caller (`traceparent`), empty when the request is not traced."""
+    prompt: str | tuple[int, ...] | None = None
+    """Text, or token ids, to be continued as it is: no chat template, no turns."""
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
@@ -74,6 +81,17 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+
+class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
+    """logprob: natural logarithm of its probability under the model, before temperature and filters; None for the first token
+    of a prompt. top: the likeliest tokens there with theirs, and this one, likeliest first."""
+
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[str, float], ...] = ()
+    ends: bool = False
+    """The answer ended with it, and does not show it."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
@@ -90,6 +108,10 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     """Of its tokens, natural logarithms; only when the sampling asks for `certainty`, as the entropies."""
     entropies: tuple[float, ...] = ()
     """Of the distributions they were drawn from, in nats; none from a server that does not tell."""
+    scored: tuple[ScoredToken, ...] = ()
+    """Its tokens, when the sampling asks for `logprobs`."""
+    echo: bool = False
+    """This is the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,7 @@ class Record:
     """All that is known about one request. The pipeline owns it and fills it in; afterwards it is emitted once."""
 
     request_id: str
+    operation: str = "chat"
     started_ns: int = field(default_factory=time.time_ns)
     tenant: str = ""
     asked: str = ""
@@ -278,7 +279,9 @@ class Emitter:
         if self._provider is None:
             return trace.INVALID_SPAN
         context = self._propagator.extract(headers)
-        return self._tracer.start_span("chat", context=context, kind=SpanKind.SERVER, start_time=record.started_ns)
+        return self._tracer.start_span(
+            record.operation, context=context, kind=SpanKind.SERVER, start_time=record.started_ns
+        )
 
     def propagate(self, span: Span) -> dict[str, str]:
         """Headers that continue the trace elsewhere."""
@@ -316,7 +319,7 @@ class Emitter:
             self._provider.shutdown()
 
     def _trace(self, record: Record, span: Span) -> None:
-        span.update_name(f"chat {record.asked}")
+        span.update_name(f"{record.operation} {record.asked}")
         span.set_attributes({name: value for name, value in _attributes(record).items() if value not in (None, "")})
         for note in record.verdicts:
             span.add_event("gearshift.guardrail.verdict", note._asdict())
@@ -347,7 +350,7 @@ def _attributes(record: Record) -> dict[str, Any]:
     return asked | {
         "gen_ai.prompt.name": prompt_name,
         "gen_ai.prompt.version": str(prompt_version) if prompt_version else None,
-        "gen_ai.operation.name": "chat",
+        "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "gearshift",
         "gen_ai.request.model": record.asked,
         "gen_ai.request.stream": record.stream,
@@ -372,7 +375,7 @@ def _count(record: Record) -> None:
     if not record.release:  # refused before it was known what it asks for: `asked` is any text a client sent
         return
     OVERHEAD.observe(record.overhead_ms / 1e3)
-    operation = ("chat", record.tier)
+    operation = (record.operation, record.tier)
     SERVER_DURATION.labels(*operation).observe((record.ended_ns - record.started_ns) / 1e9)
     if record.first_token_ns:
         SERVER_TTFT.labels(*operation).observe((record.first_token_ns - record.started_ns) / 1e9)

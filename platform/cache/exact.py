@@ -45,6 +45,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 def cacheable(mode: Mode, sampling: SamplingParams) -> bool:
+    """An answer is kept as text: one with probabilities, or with its prompt, is not."""
+    if sampling.logprobs is not None or sampling.echo:
+        return False
     return mode == "all" or (mode == "deterministic" and sampling.deterministic)
 
 

@@ -129,7 +129,7 @@ class BlockPool:
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached blocks of the longest known prefix. At least one token stays to be computed: it gives the next one."""
         blocks: list[int] = []
-        if self._prefix_caching:
+        if self._prefix_caching and not sequence.scores_prompt:
             for at in range((sequence.num_tokens - 1) // self.block_size):
                 block = self._published.get(self._hash(sequence, at))
                 if block is None:

@@ -24,7 +24,7 @@ from gearshift.platform.errors import (
     Overloaded,
     ShuttingDown,
 )
-from gearshift.platform.request import Delta, EngineStats, Message, Request
+from gearshift.platform.request import Delta, EngineStats, Request
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ RETRY_AFTER_S = 1.0
 class Prompts:
     """What turns messages into ids and ids into text, and the ids that end an answer."""
 
-    encode: Callable[[tuple[Message, ...]], list[int]]
+    encode: Callable[[Request], list[int]]
     eos_ids: frozenset[int]
     tokenizer: Decodes
 
@@ -68,7 +68,7 @@ class AsyncEngine:
             raise Overloaded("The model's queue is full; try again later.", retry_after_s=RETRY_AFTER_S)
         self._admitted += 1
         try:
-            ids = await asyncio.to_thread(self._prompts.encode, request.messages)
+            ids = await asyncio.to_thread(self._prompts.encode, request)
             sequence = self._sequence(request, ids)
             self._start()  # only now: the engine may have ended meanwhile, and nobody would answer
             async with aclosing(self._stream(sequence)) as deltas:
@@ -108,14 +108,16 @@ class AsyncEngine:
         wished = None if sampling.fit_context else sampling.max_tokens
         if room < 1 or (wished is not None and wished > room):
             wanted = f" and {wished} for the answer" if wished else ""
+            what = "messages" if request.prompt is None else "prompt"
             raise ContextLengthExceeded(
-                f"The context holds {self._max_len} tokens, but the request needs {len(ids)} for the messages{wanted}. "
-                "Shorten the messages or ask for fewer tokens.",
-                param="messages",
+                f"The context holds {self._max_len} tokens, but the request needs {len(ids)} for the {what}{wanted}. "
+                f"Shorten the {what} or ask for fewer tokens.",
+                param=what,
             )
         return Sequence(
             id=request.id,
             prompt_ids=ids,
+            prompt_text=request.prompt if isinstance(request.prompt, str) else None,
             sampling=sampling,
             max_tokens=min(room, sampling.max_tokens or room),
             stop_ids=frozenset(sampling.stop_token_ids)
@@ -177,6 +179,8 @@ class AsyncEngine:
     def _push(self, sequence: Sequence, stream: _Stream, token: Token) -> None:
         """The token's text to who asked; when the text ends the answer before the engine does, the engine is told."""
         try:
+            if sequence.sampling.echo and len(sequence.output_ids) == 1:
+                stream.inbox.put_nowait(stream.text.prompt())
             delta = stream.text.push(token.sampled, token.finish_reason)
         except Exception as error:
             log.exception("no text could be made for request %s", sequence.id)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from itertools import cycle, islice
 
-from gearshift.platform.errors import ContextLengthExceeded, EngineUnavailable, GearshiftError, Overloaded, ShuttingDown
+from gearshift.platform.errors import (
+    ContextLengthExceeded,
+    EngineUnavailable,
+    GearshiftError,
+    InvalidRequest,
+    Overloaded,
+    ShuttingDown,
+)
 from gearshift.platform.request import Delta, EngineStats, Request, Usage
 
 
@@ -43,7 +50,9 @@ class EchoEngine:
             raise ShuttingDown("The model is shutting down.")
         if self._running >= self._max_running:
             raise Overloaded("The model's queue is full; try again later.", retry_after_s=1.0)
-        prompt = sum(len(message.content.split()) for message in request.messages)
+        if request.sampling.logprobs is not None or isinstance(request.prompt, tuple):
+            raise InvalidRequest("A model that echoes knows no tokens and no probabilities.")
+        prompt = sum(len(text.split()) for text in _texts(request))
         if prompt >= self._max_len:
             raise ContextLengthExceeded(
                 f"The context holds {self._max_len} tokens, the messages have {prompt}.", "messages"
@@ -53,6 +62,8 @@ class EchoEngine:
         finished = False
         try:
             count = 0
+            if request.sampling.echo and request.prompt is not None:
+                yield Delta(request.prompt, tokens=0, echo=True)
             words = _words(request)
             total = len(words) if request.sampling.max_tokens is None else request.sampling.max_tokens
             for word in islice(cycle(words) if request.sampling.ignore_eos else iter(words), total):
@@ -96,5 +107,11 @@ class EchoEngine:
 
 
 def _words(request: Request) -> list[str]:
-    texts: Iterator[str] = (message.content for message in reversed(request.messages) if message.role == "user")
-    return next(texts, "").split() or ["…"]
+    texts = _texts(request, "user")
+    return (texts[-1] if texts else "").split() or ["…"]
+
+
+def _texts(request: Request, role: str = "") -> list[str]:
+    if isinstance(request.prompt, str):
+        return [request.prompt]
+    return [message.content for message in request.messages if role in ("", message.role)]

@@ -13,16 +13,20 @@ from gearshift.platform.engine.bridge import AsyncEngine, Prompts
 from gearshift.platform.engine.core import EngineCore
 from gearshift.platform.engine.scheduler import Scheduler
 from gearshift.platform.errors import InvalidRequest
-from gearshift.platform.request import Message
+from gearshift.platform.request import Message, Request
 
 if TYPE_CHECKING:
     from gearshift.platform.engine.runner import Loaded
 
 
 def chat_encoder(tokenizer: Any) -> Any:
-    """Messages to ids through the model's own chat template, ready for the assistant's turn."""
+    """A request's messages to ids through the model's own chat template, ready for the assistant's turn; or its prompt, as it
+    is."""
 
-    def encode(messages: tuple[Message, ...]) -> list[int]:
+    def encode(request: Request) -> list[int]:
+        return prompt_ids(tokenizer, request.prompt) if request.prompt is not None else from_messages(request.messages)
+
+    def from_messages(messages: tuple[Message, ...]) -> list[int]:
         turns = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.content}
             for message in messages
@@ -34,6 +38,17 @@ def chat_encoder(tokenizer: Any) -> Any:
         return ids
 
     return encode
+
+
+def prompt_ids(tokenizer: Any, prompt: str | tuple[int, ...]) -> list[int]:
+    """Raises `InvalidRequest` for ids that the model does not have, and for a prompt of no tokens."""
+    ids: list[int] = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+    if not ids:
+        raise InvalidRequest("The prompt has no token; write something to be continued.", "prompt")
+    unknown = next((token for token in ids if token >= len(tokenizer)), None)
+    if unknown is not None:
+        raise InvalidRequest(f"The model has no token {unknown}; its ids are below {len(tokenizer)}.", "prompt")
+    return ids
 
 
 def eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:

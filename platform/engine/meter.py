@@ -31,6 +31,9 @@ class EngineMeter:
         first = True
         async with aclosing(deltas):
             async for delta in deltas:
+                if delta.echo:
+                    yield delta
+                    continue
                 now = time.perf_counter()
                 if first:
                     self._ttft.observe(now - last)

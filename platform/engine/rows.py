@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gearshift.platform.engine.sequence import Step
+from gearshift.platform.engine.sequence import Chunk, Step
 
 Ints = NDArray[np.int64]
 
@@ -22,7 +22,9 @@ class Rows(NamedTuple):
     first: Ints  # [S] first row of each sequence
     counts: Ints  # [S] its rows
     starts: Ints  # [S] position of its first row
-    sampled: Ints  # [N] rows whose logits are wanted, in the order of the chunks that sample
+    sampled: (
+        Ints  # [N] rows whose logits are wanted, in the order of the chunks: scored ones, then the one that samples
+    )
 
 
 def rows_of(step: Step, block_size: int) -> Rows:
@@ -38,6 +40,12 @@ def rows_of(step: Step, block_size: int) -> Rows:
     positions = np.arange(len(tokens)) - np.repeat(first - starts, counts)
     slots = tables[owner, positions // block_size] * block_size + positions % block_size
     sampled = np.array(
-        [row + count - 1 for row, count, chunk in zip(first, counts, step, strict=True) if chunk.samples]
+        [row for at, chunk in zip(first, step, strict=True) for row in _wanted(int(at), chunk)], np.int64
     )
-    return Rows(np.array(tokens, np.int64), positions, slots, tables, first, counts, starts, sampled.astype(np.int64))
+    return Rows(np.array(tokens, np.int64), positions, slots, tables, first, counts, starts, sampled)
+
+
+def _wanted(first: int, chunk: Chunk) -> list[int]:
+    """Rows whose logits are wanted: those before the prompt tokens that are scored, and the last when it samples."""
+    scored = [first + place - 1 - chunk.start for place in chunk.scored]
+    return [*scored, first + chunk.end - chunk.start - 1] if chunk.samples else scored

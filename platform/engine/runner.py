@@ -21,10 +21,13 @@ from gearshift.platform.engine.runners.transformers import (
     paged_attention,
 )
 from gearshift.platform.engine.sampling import sample
-from gearshift.platform.engine.sequence import Chunk, Sampled, Sequence, Step
+from gearshift.platform.engine.sequence import Chunk, Sampled, Scores, Sequence, Step
 from gearshift.platform.engine.workers import Workers
 from gearshift.platform.errors import ConfigError
 from gearshift.platform.request import SamplingParams
+
+SCORED_AT_ONCE = 64
+"""Rows of the vocabulary's width in float32 at a time."""
 
 
 class Logits(Protocol):
@@ -43,6 +46,7 @@ class TorchRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> list[Sampled]:
         logits = self._model.logits(rows_of(step, self._block_size))
+        logits = self._without_scored(step, logits)
         sequences = [chunk.sequence for chunk in step if chunk.samples]
         if not sequences:
             return []
@@ -57,6 +61,23 @@ class TorchRunner:
             )
             for each, token, row in zip(sequences, greedy, logits, strict=True)
         ]
+
+    def _without_scored(self, step: Step, logits: Tensor) -> Tensor:
+        """Takes the scores of prompt tokens out of the logits; returns the rows that are left, one for each that samples."""
+        if not any(len(chunk.scored) for chunk in step):
+            return logits
+        at, left = 0, []
+        for chunk in step:
+            for start in range(chunk.scored.start, chunk.scored.stop, SCORED_AT_ONCE):
+                places = range(start, min(chunk.scored.stop, start + SCORED_AT_ONCE))
+                ids = chunk.sequence.tokens(places.start, places.stop)
+                told = scores(logits[at : at + len(places)], ids, chunk.sequence.sampling.logprobs or 0)
+                chunk.sequence.prompt_scores.update(zip(places, told, strict=True))
+                at += len(places)
+            if chunk.samples:
+                left.append(at)
+                at += 1
+        return logits[left]
 
     def warm_up(self) -> None:
         """Compiles kernels and touches the weights, so that the first request does not wait for it."""
@@ -79,10 +100,28 @@ class TorchRunner:
 
 
 def _sampled(token: int, logits: Tensor, params: SamplingParams) -> Sampled:
-    if not params.certainty:
+    if not params.certainty and params.logprobs is None:
         return Sampled(token)
+    told = scores(logits.unsqueeze(0), [token], params.logprobs or 0)[0]
+    entropy = 0.0
+    if params.certainty:
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        entropy = float(-(logprobs.exp() * logprobs).sum())
+    return Sampled(token, told.logprob, entropy, told.top)
+
+
+def scores(logits: Tensor, ids: list[int], most: int) -> list[Scores]:
+    """Of each id, and of the `most` likeliest ones beside it. logits: [N, vocab], a row for each id."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    return Sampled(token, float(logprobs[token]), float(-(logprobs.exp() * logprobs).sum()))
+    own = logprobs.gather(1, torch.tensor(ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
+    if not most:
+        return [Scores(value) for value in own]
+    values, places = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+    found = []
+    for token, value, row, at in zip(ids, own, values.tolist(), places.tolist(), strict=True):
+        top = tuple(zip(at, row, strict=True))
+        found.append(Scores(value, top if token in at else (*top, (token, value))))
+    return found
 
 
 def takes_best(params: SamplingParams) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from gearshift.platform.engine.sequence import Sampled, Sequence
-from gearshift.platform.request import Delta, FinishReason, Usage
+from gearshift.platform.request import Delta, FinishReason, ScoredToken, Usage
 
 
 class Decodes(Protocol):
@@ -87,8 +87,10 @@ class AnswerText:
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(sequence.sampling.stop)
         self._count = self._sent = 0
+        self._tokenizer = tokenizer
         self._logprobs: list[float] = []
         self._entropies: list[float] = []
+        self._scored: list[ScoredToken] = []
 
     @property
     def stopped(self) -> bool:
@@ -98,10 +100,12 @@ class AnswerText:
     def push(self, token: Sampled, finish_reason: FinishReason | None) -> Delta | None:
         """What may be sent now, if anything. The last one has a finish reason."""
         self._count += 1
-        if token.logprob is not None:
+        if token.logprob is not None and self._sequence.sampling.certainty:
             self._logprobs.append(token.logprob)
             self._entropies.append(token.entropy)
         hidden = finish_reason == "stop"  # the end-of-text token has no text
+        if self._sequence.sampling.logprobs is not None and token.logprob is not None:
+            self._scored.append(self._told(token.id, token.logprob, token.top, hidden))
         text = self._stops.push("" if hidden else self._detokenizer.push([token.id]))
         if finish_reason and not self._stops.found:
             text += self._stops.push(self._detokenizer.flush())
@@ -111,11 +115,34 @@ class AnswerText:
         if not (text or finish_reason):
             return None
         tokens, self._sent = self._count - self._sent, self._count
-        logprobs, entropies = tuple(self._logprobs), tuple(self._entropies)
-        self._logprobs.clear()
-        self._entropies.clear()
+        logprobs, entropies, scored = tuple(self._logprobs), tuple(self._entropies), tuple(self._scored)
+        for told in (self._logprobs, self._entropies, self._scored):
+            told.clear()
         if not finish_reason:
-            return Delta(text, tokens=tokens, logprobs=logprobs, entropies=entropies)
+            return Delta(text, tokens=tokens, logprobs=logprobs, entropies=entropies, scored=scored)
         sequence = self._sequence
         usage = Usage(len(sequence.prompt_ids), self._count, sequence.cached_tokens)
-        return Delta(text, finish_reason, usage, tokens, logprobs=logprobs, entropies=entropies)
+        return Delta(text, finish_reason, usage, tokens, logprobs=logprobs, entropies=entropies, scored=scored)
+
+    def prompt(self) -> Delta:
+        """The prompt itself, to be told before the answer."""
+        sequence = self._sequence
+        text = sequence.prompt_text
+        if text is None:
+            text = self._tokenizer.decode(sequence.prompt_ids, skip_special_tokens=False)
+        if sequence.sampling.logprobs is None:
+            return Delta(text, tokens=0, echo=True)
+        known = sequence.prompt_scores
+        scored = tuple(
+            self._told(token, known[place].logprob, known[place].top)
+            if place in known
+            else ScoredToken(self._name(token))
+            for place, token in enumerate(sequence.prompt_ids)
+        )
+        return Delta(text, tokens=0, scored=scored, echo=True)
+
+    def _told(self, token: int, logprob: float, top: tuple[tuple[int, float], ...], ends: bool = False) -> ScoredToken:
+        return ScoredToken(self._name(token), logprob, tuple((self._name(each), value) for each, value in top), ends)
+
+    def _name(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)

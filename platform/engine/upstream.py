@@ -71,6 +71,8 @@ class UpstreamEngine:
         await self._client.aclose()
 
     async def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
+        if request.prompt is not None or request.sampling.logprobs is not None:
+            raise InvalidRequest("The server behind this model is asked for chat only, and without logprobs.")
         body = request_body(self._model, request)
         async with self._client.stream("POST", "chat/completions", json=body, headers=request.trace) as response:
             if response.status_code != 200:

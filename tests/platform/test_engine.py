@@ -34,8 +34,10 @@ class Characters:
     """A tokenizer whose token n is the character n + 0x100: every token is visible in the text."""
 
     @staticmethod
-    def encode(messages: tuple[Message, ...]) -> list[int]:
-        return [ord(character) - 0x100 for message in messages for character in message.content]
+    def encode(request: Request) -> list[int]:
+        if isinstance(request.prompt, tuple):
+            return list(request.prompt)
+        return [ord(character) - 0x100 for message in request.messages for character in message.content]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(token + 0x100) for token in token_ids)
@@ -144,6 +146,57 @@ async def test_greedy_equals_generate_across_chunks_and_preemption(folder: Path,
     assert [tokens(deltas) for deltas in together] == [naive(reference, prompt, 40) for prompt in asked]
     assert engine.stats().preemptions > 0
     await engine.close()
+
+
+def score(name: str, prompt: list[int], **more: Any) -> Request:
+    return Request(
+        name, (), SamplingParams(**{"temperature": 0.0, "max_tokens": 1, "logprobs": 2, "echo": True, **more}),
+        prompt=tuple(prompt),
+    )  # fmt: skip
+
+
+def logprobs(reference: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = torch.log_softmax(reference(torch.tensor([ids])).logits[0].float(), dim=-1)
+    return found
+
+
+@pytest.mark.parametrize("shape", [{}, {"blocks": 13, "budget": 16}])
+async def test_each_token_of_a_prompt_is_told_with_its_probability(
+    folder: Path, reference: Any, shape: dict[str, int]
+) -> None:
+    engine = build(folder, **shape)
+    asked = [[7] * 20 + prompt for prompt in prompts(8)]  # the same beginning: what is cached must be computed again
+    beside = [answer(engine, ask(f"s{n}", prompt)) for n, prompt in enumerate(asked)]
+    both = await asyncio.gather(*(answer(engine, score(f"{n}", prompt)) for n, prompt in enumerate(asked)), *beside)
+    for prompt, (echo, last), streamed in zip(asked, both[:8], both[8:], strict=True):
+        truth = logprobs(reference, prompt)
+        assert (echo.echo, echo.tokens, tokens([echo])) == (True, 0, prompt)
+        assert [ord(token.text) - 0x100 for token in echo.scored] == prompt
+        assert echo.scored[0].logprob is None
+        for place, token in enumerate(echo.scored[1:], 1):
+            assert token.logprob == pytest.approx(float(truth[place - 1, prompt[place]]), abs=1e-3)
+            best = float(truth[place - 1].max())
+            assert token.top[0][1] == pytest.approx(best, abs=1e-3)
+            assert token.text in [text for text, _ in token.top]
+        assert (last.usage and last.usage.prompt_tokens, last.usage and last.usage.cached_tokens) == (len(prompt), 0)
+        assert tokens(streamed) == naive(reference, prompt, 40)
+        [token] = last.scored  # also where it is the end-of-text token: harnesses count on one more than the prompt has
+        assert token.logprob == pytest.approx(float(truth[-1].max()), abs=1e-3)
+        assert token.ends == (not last.text)
+    assert engine.stats().kv_blocks_used == 0
+    await engine.close()
+
+
+async def test_each_token_of_an_answer_is_told_with_its_probability(engine: AsyncEngine, reference: Any) -> None:
+    prompt = prompts(1)[0]
+    deltas = await answer(engine, ask("x", prompt, logprobs=0))
+    scored = [token for delta in deltas for token in delta.scored if not token.ends]
+    assert [ord(token.text) - 0x100 for token in scored] == tokens(deltas)
+    truth = logprobs(reference, prompt + tokens(deltas))
+    for place, token in enumerate(scored, len(prompt)):
+        assert token.logprob == pytest.approx(float(truth[place - 1].max()), abs=1e-3)
+        assert token.top == ()
 
 
 async def test_a_seeded_answer_does_not_depend_on_its_neighbours(engine: AsyncEngine) -> None:
@@ -327,10 +380,10 @@ async def test_a_request_that_is_still_being_read_when_the_engine_ends_is_told_s
     engine = build(folder)
     reading, ended = threading.Event(), threading.Event()
 
-    def encode(messages: tuple[Message, ...]) -> list[int]:
+    def encode(request: Request) -> list[int]:
         reading.set()
         ended.wait(10)
-        return Characters.encode(messages)
+        return Characters.encode(request)
 
     engine._prompts = Prompts(encode, frozenset(), Characters())
     task = asyncio.create_task(answer(engine, ask("late", [5])))

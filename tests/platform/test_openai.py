@@ -7,8 +7,8 @@ import pytest
 
 from gearshift.platform.config import SamplingDefaults
 from gearshift.platform.errors import InvalidRequest, UnsupportedParameter
-from gearshift.platform.openai import ChatRequest, ChunkWriter, Identity, parse_chat
-from gearshift.platform.request import Delta, Message, Usage
+from gearshift.platform.openai import ChatRequest, ChunkWriter, Identity, completion, parse_chat
+from gearshift.platform.request import Delta, Message, ScoredToken, Usage
 
 DEFAULTS = SamplingDefaults(temperature=0.3, max_completion_tokens=7)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -34,14 +34,28 @@ def test_the_request_s_wishes_come_first() -> None:
     )
 
 
+def test_log_probabilities_are_told_as_openai_has_them() -> None:
+    asked: list[dict[str, Any]] = [{}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}]
+    assert [parse(**each).sampling(DEFAULTS).logprobs for each in asked] == [None, 0, 2]
+    with pytest.raises(InvalidRequest, match="needs logprobs: true"):
+        parse(top_logprobs=2)
+    delta = Delta("é", "stop", Usage(1, 1), scored=(ScoredToken("é", -0.5, (("é", -0.5), ("e", -1.0))),))
+    [choice] = json.loads(completion(Identity("i", "m", "f"), [delta]))["choices"]
+    top = [{"token": "é", "logprob": -0.5, "bytes": [195, 169]}, {"token": "e", "logprob": -1.0, "bytes": [101]}]
+    assert choice["logprobs"] == {"content": [top[0] | {"top_logprobs": top}], "refusal": None}
+    [event, _] = ChunkWriter(Identity("i", "m", "f"), False).events(delta).decode().strip().split("\n\n")
+    assert json.loads(event[6:])["choices"][0]["logprobs"] == choice["logprobs"]
+
+
 def test_content_may_come_in_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert parse(messages=[{"role": "user", "content": parts}]).request_messages() == (Message("user", "ab"),)
+    assert parse(messages=[{"role": "user", "content": parts}]).turns == (Message("user", "ab"),)
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"n": 1}, {"logprobs": False}, {"tools": []}, {"response_format": {"type": "text"}}, {"metadata": {"a": "b"}},
+    [{"n": 1}, {"logprobs": False}, {"top_logprobs": 0},
+     {"tools": []}, {"response_format": {"type": "text"}}, {"metadata": {"a": "b"}},
      {"logit_bias": None}, {"service_tier": "auto"}, {"prompt_cache_key": "k"}],
 )  # fmt: skip
 def test_values_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> None:
@@ -52,7 +66,6 @@ def test_values_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> Non
     "fields",
     [
         {"logit_bias": {"7": 1}},
-        {"logprobs": True},
         {"tools": [{}]},
         {"response_format": {"type": "json_object"}},
         {"logit_bias": {"1": 2}},

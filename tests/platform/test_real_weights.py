@@ -84,7 +84,10 @@ def test_messages_that_a_chat_template_refuses_are_a_clear_error(smollm: Weights
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm.path)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InvalidRequest, match="roles must alternate"):
-        chat_encoder(tokenizer)((Message("user", "hi"),))
+        chat_encoder(tokenizer)(Request("x", (Message("user", "hi"),)))
+    for prompt, said in (("", "no token"), ((5, 10**6), "no token 1000000")):
+        with pytest.raises(InvalidRequest, match=said):
+            chat_encoder(tokenizer)(Request("x", (), prompt=prompt))
 
 
 def test_the_conversion_kept_what_the_gguf_lost() -> None:
