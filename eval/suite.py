@@ -139,6 +139,15 @@ def share(right: Sequence[bool]) -> tuple[float, float, float]:
     return float(found.low), sum(right) / len(right), float(found.high)
 
 
+def mean_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Low, mean, high: percentile bootstrap, 95 %."""
+    found = np.array(values, float)
+    rng = np.random.default_rng(0)
+    means = found[rng.integers(0, len(found), (ROUNDS, len(found)))].mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(found.mean()), float(high)
+
+
 def difference(right: Sequence[bool], baseline: Sequence[bool]) -> tuple[float, float, float, float]:
     """Of the shares, on the same questions: low, difference, high (percentile bootstrap over questions, 95 %), and the exact
     p-value of McNemar's test (1947): among the questions on which they differ, either is right as often."""

@@ -18,6 +18,8 @@ from gearshift.deployments.evaluator import Evaluator
 from gearshift.deployments.judge import Judge
 from gearshift.deployments.prober import Prober
 from gearshift.eval.evidence import Arm
+from gearshift.eval.pairs import LabelledPair, agreement_with, judged, markdown, preferred
+from gearshift.eval.suite import Asker, Graded
 from gearshift.platform import config_file
 from gearshift.platform.cache.store import Store
 from gearshift.platform.config import Telemetry
@@ -292,3 +294,34 @@ async def test_who_gets_which_threshold_is_an_experiment_too(serve: Any, base_co
         arms = judge.state.evidence["limit"].arms
         assert sum(each.exposures for each in arms.values()) == 24
         assert arms["low"].tallies["cost"].mean > arms["high"].tallies["cost"].mean
+
+
+async def test_a_judge_s_agreement_with_people_is_measured_over_the_api(serve: Any, tmp_path: Path) -> None:
+    text = """
+models: {small: {echo: {}}}
+prompts: {none: {}}
+policies: {none: {}}
+releases: {critic: {model: small, prompt: none, policy: none}}
+tiers: {cheap: {release: critic}}
+tenants: {dev: {open: true}}
+"""
+    labels = [
+        LabelledPair("1", "How?", "So, please", "So", "a"),
+        LabelledPair("2", "How?", "So", "So, please", "b"),
+        LabelledPair("3", "How?", "So", "So, please", "a"),
+        LabelledPair("4", "How?", "So", "Thus", "tie"),
+        LabelledPair("5", "How?", "So", "So", "tie"),
+    ]
+    async with serve(text, small=Scripted(critic)) as gateway:
+        asker = Asker(gateway.url, None, tmp_path, 16, 4)
+        asked = [(each.question, each.a, each.b) for each in labels]
+        told = await asyncio.to_thread(judged, asker, "critic", asked, lambda *_: None)
+    assert [each.label for each in told] == ["won", "lost", "lost", "tie", "same"]
+    found = agreement_with(labels, told)
+    assert (found.share[1], found.decided) == (0.8, 3)
+    assert found.agreed[1] == pytest.approx(2 / 3)
+    runs = [Graded("r", "", (), right) for right in ((True, True, False, True, True), (False, False, True, True, True))]
+    section = preferred(told, runs)
+    assert section["preferred"][1] == pytest.approx((1 + 0 + 0 + 0.5 + 0.5) / 5)
+    assert section["agreement"]["agreed"][1] == pytest.approx(2 / 3)
+    assert "it took a side on 3, and the right one on 66.7%" in markdown("critic", section)
