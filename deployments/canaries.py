@@ -78,7 +78,7 @@ class Canaries:
         fingerprint = self._prober.fingerprint(release)
         if watched.fingerprint != fingerprint:  # other weights, another prompt: nothing to compare with
             watched = Watched(fingerprint)
-        if now - watched.at < self._settings.every_s:
+        if now - watched.at < self._settings.every_s or not self._prober.ready(release):
             return None
         well, failed = await self._round(release, watched)
         canary.take_round(watched, well, failed, now)

@@ -16,6 +16,7 @@ from gearshift.deployments.consoles import err, out
 
 app = typer.Typer(no_args_is_help=True, help="Experiments of the running deployment.")
 
+EXPLAINED_SHOWN = 0.01
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8001"
 Name = Annotated[str, typer.Argument(help="The experiment.")]
 AdminUrl = Annotated[str, typer.Option("--admin-url", envvar="GEARSHIFT_ADMIN_URL", help="The admin API's address.")]
@@ -77,6 +78,13 @@ def status(
         cells = _number(each, each["baseline_value"]), _number(each, each["value"]), _interval(each), said
         measures.add_row(each["measure"] + guard, each["arm"], *cells)
     out.print(measures)
+    for each in found["measures"]:
+        if each["explained"] > EXPLAINED_SHOWN:
+            out.print(
+                f"{each['measure']} of {each['arm']}: what users were like before takes {each['explained']:.0%} of the variance "
+                "out of the interval (CUPED).",
+                highlight=False,
+            )
 
 
 @app.command("set")
@@ -129,7 +137,7 @@ def releases(admin_url: AdminUrl = DEFAULT_ADMIN_URL, as_json: JsonOption = Fals
     table = Table("release", "model", "prompt", "policy", "serves", "scores")
     for each in found["releases"]:
         serves = ", ".join(f"{tier} {share:.4g}" if share < 1 else tier for tier, share in each["serves"].items())
-        shown = ("valid", "feedback", "error", "ttft_p95")
+        shown = ("valid", "feedback", "canary", "error", "ttft_p95")
         scores = "  ".join(
             f"{name} {each['scores'][name]['value']:.3g} ({each['scores'][name]['count']})"
             for name in shown

@@ -92,6 +92,13 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     high: float
 
 
+class Before(msgspec.Struct):
+    """The last period of an experiment in which the baseline served everybody. means: of each measure."""
+
+    period: int
+    means: dict[str, float] = {}
+
+
 class State(msgspec.Struct):
     """All that the evaluator knows, but for the units."""
 
@@ -109,6 +116,8 @@ class State(msgspec.Struct):
     """What was worse in the last whole window than before, by release and measure."""
     judged: dict[str, int] = {}
     """Pairs of answers by what the judge said."""
+    before: dict[str, Before] = {}
+    """What the users of each experiment were like before it began."""
     taken: int = 0
 
 
@@ -137,6 +146,8 @@ class Evaluator:
         self.state = State()
         self._position = "0-0"
         self._units: dict[str, dict[str, Seen]] = {}
+        self._before: dict[str, dict[str, Seen]] = {}
+        """Of the period in `State.before`."""
         self._changed: dict[tuple[str, str], Seen] = {}
         self._outdated: list[str] = []
         self._reporting: asyncio.Task[None] | None = None
@@ -185,10 +196,15 @@ class Evaluator:
         found = await self._store.hash_all(self._key)
         self._position = found["position"].decode() if "position" in found else "0-0"
         self.state = msgspec.msgpack.decode(found["state"], type=State) if "state" in found else State()
-        self._units, self._changed, self._pairs = {}, {}, []
+        self._units, self._before, self._changed, self._pairs = {}, {}, {}, []
         for name, evidence in self.state.evidence.items():
-            units = await self._store.hash_all(self._units_key(name, evidence.period))
-            self._units[name] = {field: msgspec.msgpack.decode(value, type=Seen) for field, value in units.items()}
+            self._units[name] = await self._read_units(name, evidence.period)
+        for name, before in self.state.before.items():
+            self._before[name] = await self._read_units(name, before.period)
+
+    async def _read_units(self, name: str, period: int) -> dict[str, Seen]:
+        units = await self._store.hash_all(self._units_key(name, period))
+        return {field: msgspec.msgpack.decode(value, type=Seen) for field, value in units.items()}
 
     async def step(self, wait_s: float) -> int:
         """Takes in what has come, decides, reports. Returns the number of entries. Raises `StoreAway`."""
@@ -256,7 +272,8 @@ class Evaluator:
             if name in scores:
                 whose = f"{unit}\0{exposure.arm}" if kind == "shadow" or name == "preferred" else unit
                 before = self._seen(experiment, name, whose)
-                after = counted.tallies.setdefault(name, Tally()).add(MEASURES[name], scores[name], before)
+                distance = self._distance(experiment, name, unit) if MEASURES[name].kind == "mean" else 0.0
+                after = counted.tallies.setdefault(name, Tally()).add(MEASURES[name], scores[name], before, distance)
                 self._remember(experiment, name, whose, after)
 
     def _look_for_drift(self, release: str) -> None:
@@ -279,11 +296,35 @@ class Evaluator:
         """Of the latest period that anybody has heard of; None for an older one."""
         known = self.state.evidence.get(experiment)
         if known is None or period > known.period:
-            if known is not None:
+            if known is not None and self._was_before(experiment, known):
+                self._keep_as_before(experiment, known)
+            elif known is not None:
                 self._outdated.append(self._units_key(experiment, known.period))
             known = self.state.evidence[experiment] = Evidence(period)
             self._units[experiment] = {}
         return known if known.period == period else None
+
+    def _was_before(self, experiment: str, seen: Evidence) -> bool:
+        """Only the baseline served, and its users are known."""
+        settings = self._config.experiments[experiment]
+        served = {arm for arm, each in seen.arms.items() if each.exposures}
+        return settings.unit != "request" and not settings.aa and served == {arms_of(settings)[0]}
+
+    def _keep_as_before(self, experiment: str, seen: Evidence) -> None:
+        [baseline] = [each for each in seen.arms.values() if each.exposures]
+        if experiment in self.state.before:
+            self._outdated.append(self._units_key(experiment, self.state.before[experiment].period))
+        means = {name: tally.mean for name, tally in baseline.tallies.items() if tally.count}
+        self.state.before[experiment] = Before(seen.period, means)
+        self._before[experiment] = self._units[experiment]
+
+    def _distance(self, experiment: str, measure: str, unit: str) -> float:
+        """Of the unit's mean before the experiment from everybody's; 0 for one that was not there."""
+        known = self._before.get(experiment, {}).get(f"{measure}\0{unit}")
+        if known is None:
+            return 0.0
+        total, count = known
+        return total / count - self.state.before[experiment].means[measure]
 
     def _is_new(self, experiment: str, unit: str) -> bool:
         """Whether the unit has not been exposed before."""

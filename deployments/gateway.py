@@ -105,6 +105,8 @@ def create_app(
     @app.post("/v1/feedback")
     async def feedback(request: Request) -> Response:
         caller = await serving().admit(request.headers.get("authorization", ""))
+        if not samples.enabled:
+            raise InvalidRequest("Feedback is not taken here: this deployment runs without an evaluator.")
         given = parse_feedback(await read_body(request, config.max_body_bytes))
         try:
             counted = await samples.feedback(given.feedback(caller.tenant))

@@ -84,9 +84,9 @@ class Judge:
                 await asyncio.sleep(AWAY_S)
 
     async def step(self) -> bool:
-        """False when no pair waits. Raises `StoreAway`."""
+        """False when no pair waits, or nobody can judge it. Raises `StoreAway`."""
         waiting = await self._store.list_first(pairs_of(self._store))
-        if waiting is None:
+        if waiting is None or not self._prober.ready(self._settings.release):
             return False
         pair = msgspec.msgpack.decode(waiting, type=Pair)
         spent_key = self._store.key("judge", time.strftime("%Y-%m-%d", time.gmtime()))

@@ -214,6 +214,9 @@ class Pipeline:
 
         return verified(deltas, judge, cascade.window_tokens if call.body.stream else None)
 
+    def model_of(self, release: str) -> str:
+        return self._config.releases[release].model
+
     @property
     def in_use(self) -> bool:
         return bool(self.inflight or self.hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -30,8 +31,14 @@ class Said:
 class Prober:
     """Over one revision's pipeline, so that an answer is what a client would get: with the release's prompt and guardrails."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, away: Callable[[], Collection[str]] = tuple) -> None:
+        """away: models that no engine serves just now."""
         self._pipeline = pipeline
+        self._away = away
+
+    def ready(self, release: str) -> bool:
+        """Whether there is anybody to ask; an engine that starts or ends is not a release that fails."""
+        return self._pipeline.model_of(release) not in self._away()
 
     def fingerprint(self, release: str) -> str:
         return self._pipeline.fingerprints[release]

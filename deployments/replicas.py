@@ -317,9 +317,10 @@ class EvaluatorReplica:
             ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes),
             lambda: Snapshot.of(config),
         )
+        prober = Prober(pipeline, lambda: self._pool.away(keys))
         connecting = asyncio.create_task(self._connect(keys))
         try:
-            await Evaluator(config, self._store, self._reading, self._emitter, Prober(pipeline)).run()
+            await Evaluator(config, self._store, self._reading, self._emitter, prober).run()
         finally:
             connecting.cancel()
 

@@ -57,6 +57,7 @@ class SampleLog:
     def follow(self, config: Config) -> None:
         """Another revision's settings, from now on."""
         self._settings = config.evaluation
+        self.enabled = self._settings.enabled
         self.wants_text = self._settings.enabled and self._settings.text_chars > 0
         self.max_shadows = self._settings.max_shadows if self._settings.enabled else 0
 

@@ -24,6 +24,9 @@ class Tally(msgspec.Struct, omit_defaults=True):
 
     `unit_*`: sums over units (users) of (sum of their values)^2, (number of their values)^2 and the product, which tell how
     alike the values of one unit are.
+
+    `before*`: the same of what a unit was like before the experiment: the distance of its mean then from everybody's, once for
+    each of its values now; 0 for a unit that was not there. Sum, and over units squares, products with values and with counts.
     """
 
     count: int = 0
@@ -34,9 +37,14 @@ class Tally(msgspec.Struct, omit_defaults=True):
     unit_values: float = 0.0
     unit_counts: float = 0.0
     unit_products: float = 0.0
+    before: float = 0.0
+    before_squares: float = 0.0
+    before_values: float = 0.0
+    before_counts: float = 0.0
 
-    def add(self, measured: Measured, score: Score, before: Seen | None) -> Seen | None:
-        """`before`: what the unit had scored so far, or None where units are not followed. Returns what it has now."""
+    def add(self, measured: Measured, score: Score, before: Seen | None, distance: float = 0.0) -> Seen | None:
+        """`before`: what the unit had scored so far, or None where units are not followed. `distance`: of what the unit was like
+        before the experiment. Returns what it has scored now."""
         value = score.value
         if value is None or not math.isfinite(value):
             self.unscored += 1
@@ -52,6 +60,11 @@ class Tally(msgspec.Struct, omit_defaults=True):
         self.unit_values += after[0] ** 2 - total**2
         self.unit_counts += after[1] ** 2 - times**2
         self.unit_products += after[0] * after[1] - total * times
+        if distance:
+            self.before += distance
+            self.before_squares += distance**2 * (after[1] ** 2 - times**2)
+            self.before_values += distance * (after[0] * after[1] - total * times)
+            self.before_counts += distance * (after[1] ** 2 - times**2)
         return after
 
     def take_in(self, other: Tally) -> None:
@@ -65,6 +78,10 @@ class Tally(msgspec.Struct, omit_defaults=True):
         self.unit_values += other.unit_values
         self.unit_counts += other.unit_counts
         self.unit_products += other.unit_products
+        self.before += other.before
+        self.before_squares += other.before_squares
+        self.before_values += other.before_values
+        self.before_counts += other.before_counts
 
     @property
     def mean(self) -> float:
@@ -83,8 +100,27 @@ class Tally(msgspec.Struct, omit_defaults=True):
         independent = self.variance / self.count if self.count else 0.0
         if independent <= 0:
             return 1.0
-        residuals = self.unit_values - 2 * self.mean * self.unit_products + self.mean**2 * self.unit_counts
-        return max(1.0, residuals / self.count**2 / independent)
+        return max(1.0, self.residuals / self.count**2 / independent)
+
+    @property
+    def residuals(self) -> float:
+        """Sum over units of (their values less the mean)^2."""
+        return self.unit_values - 2 * self.mean * self.unit_products + self.mean**2 * self.unit_counts
+
+    @property
+    def distance(self) -> float:
+        """Mean distance before the experiment."""
+        return self.before / self.count if self.count else 0.0
+
+    @property
+    def covariance(self) -> float:
+        """Sum over units of the products of what is left of values and of distances."""
+        left = self.before_values - self.mean * self.before_counts
+        return left - self.distance * (self.unit_products - self.mean * self.unit_counts)
+
+    @property
+    def distance_residuals(self) -> float:
+        return self.before_squares - 2 * self.distance * self.before_counts + self.distance**2 * self.unit_counts
 
 
 Seen = tuple[float, int]
@@ -121,6 +157,8 @@ class Comparison:
     interval: Interval
     more: int | None = None
     count: int = 0
+    explained: float = 0.0
+    """Share of the variance that what users were like before explains, and that the interval is narrower by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +223,9 @@ def worse(measured: Measured, base: Tally, other: Tally, margin: float) -> float
         shift = math.ceil(math.log1p(margin) / math.log(seq.GAMMA)) if margin else 0
         return seq.quantile_above(_thinned(base), _thinned(other), P95, shift)
     tolerated = margin * abs(base.mean)
-    gap = other.mean - base.mean if measured.better == "lower" else base.mean - other.mean
-    error = _error(base) + _error(other)
+    mine, theirs, _ = adjusted(base, other)
+    gap = theirs.value - mine.value if measured.better == "lower" else mine.value - theirs.value
+    error = sum(each.variance / each.count for each in (mine, theirs) if each.count)
     return mean_above(base.count + other.count, gap - tolerated, error)
 
 
@@ -233,7 +272,25 @@ def _compared(plan: Plan, alpha: float, name: str, arm: str, base: Tally, other:
             lambda factor: interval_of(measured, _times(base, factor), _times(other, factor), alpha).without(neutral),
             least if measured.kind == "preference" else base.count + other.count,
         )
-    return Comparison(name, arm, verdict, *values, interval, more, other.count)
+    explained = adjusted(base, other)[2] if measured.kind == "mean" else 0.0
+    return Comparison(name, arm, verdict, *values, interval, more, other.count, explained)
+
+
+def adjusted(base: Tally, other: Tally) -> tuple[Mean, Mean, float]:
+    """Both means, less what is explained by what their users were like before the experiment, and the share of the variance
+    that this takes away (CUPED: Deng, Xu, Kohavi & Walker 2013, WSDM, section 3; for ratios of sums over users by the delta
+    method, as in their appendix B). The slope is one for both arms, so that it says nothing about their difference."""
+    spread = base.distance_residuals + other.distance_residuals
+    slope = (base.covariance + other.covariance) / spread if spread > 0 else 0.0
+    found, before, after = [], 0.0, 0.0
+    for tally in (base, other):
+        whole = tally.residuals
+        left = whole - 2 * slope * tally.covariance + slope**2 * tally.distance_residuals
+        share = max(0.0, left / whole) if slope and whole > 0 else 1.0
+        before, after = before + whole, after + whole * share
+        variance = tally.variance * tally.design_effect * share
+        found.append(Mean(tally.count, tally.mean - slope * tally.distance, variance))
+    return found[0], found[1], 1 - after / before if slope and before > 0 else 0.0
 
 
 def interval_of(measured: Measured, base: Tally, other: Tally, alpha: float) -> Interval:
@@ -244,7 +301,8 @@ def interval_of(measured: Measured, base: Tally, other: Tally, alpha: float) -> 
         return seq.rate_interval(_rate(base), _rate(other), alpha)
     if measured.kind == "p95":
         return seq.quantile_interval(_thinned(base), _thinned(other), P95, alpha)
-    return seq.mean_interval(_mean(base), _mean(other), alpha)
+    a, b, _ = adjusted(base, other)
+    return seq.mean_interval(a, b, alpha)
 
 
 def value_of(measured: Measured, tally: Tally) -> float:
@@ -302,14 +360,6 @@ def _rest(rate: Rate) -> Rate:
     return Rate(rate.count, rate.count - rate.total)
 
 
-def _mean(tally: Tally) -> Mean:
-    return Mean(tally.count, tally.mean, tally.variance * tally.design_effect)
-
-
-def _error(tally: Tally) -> float:
-    return tally.variance * tally.design_effect / tally.count if tally.count else 0.0
-
-
 def _thinned(tally: Tally) -> dict[int, float]:
     effect = tally.design_effect
     return {place: count / effect for place, count in tally.buckets.items()}
@@ -325,4 +375,8 @@ def _times(tally: Tally, factor: float) -> Tally:
         unit_values=tally.unit_values * factor,
         unit_counts=tally.unit_counts * factor,
         unit_products=tally.unit_products * factor,
+        before=tally.before * factor,
+        before_squares=tally.before_squares * factor,
+        before_values=tally.before_values * factor,
+        before_counts=tally.before_counts * factor,
     )

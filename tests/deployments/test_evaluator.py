@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from gearshift.deployments.control import SnapshotBoard
 from gearshift.deployments.evaluator import Evaluator
+from gearshift.eval import evidence as ev
 from gearshift.eval.evidence import Arm, Evidence, Tally
+from gearshift.eval.rollout import plan_of
 from gearshift.platform import config_file
 from gearshift.platform.cache.store import Store
 from gearshift.platform.config import Config, Telemetry
 from gearshift.platform.engine.echo import EchoEngine
 from gearshift.platform.errors import InvalidRequest
-from gearshift.platform.samples import Sample
+from gearshift.platform.samples import Exposure, Sample
 from gearshift.platform.telemetry import Emitter
 
 pytestmark = pytest.mark.anyio
@@ -209,6 +213,16 @@ async def test_samples_wait_in_the_gateway_while_redis_is_away(serve: Any, base_
     assert judge.state.taken == 1
 
 
+async def test_feedback_is_refused_where_nobody_evaluates(serve: Any, base_config: str) -> None:
+    async with serve(base_config, "evaluation: {enabled: false}") as gateway, gateway.client() as client:
+        raw = await ask(client, 1, "cheap")
+        body = {"request_id": raw.headers["x-request-id"], "thumbs": "up"}
+        async with httpx.AsyncClient(base_url=gateway.url, headers={"authorization": "Bearer gs-alice"}) as http:
+            said = await http.post("/v1/feedback", json=body)
+    assert (said.status_code, said.json()["error"]["code"]) == (400, "invalid_value")
+    assert "without an evaluator" in said.json()["error"]["message"]
+
+
 async def test_feedback_is_for_one_s_own_requests_and_counts_once(serve: Any, base_config: str, store: Store) -> None:
     text = text_of(base_config)
     async with serve(text) as gateway, gateway.client() as client, httpx.AsyncClient(base_url=gateway.url) as http:
@@ -299,3 +313,41 @@ async def test_a_release_that_drifts_is_an_alert_until_it_is_well_again(store: S
         assert judge._alerts({}, {}, {})[0].startswith("release small-v1 has drifted: valid 0.6")
         answers(500, 10)
         assert judge._alerts({}, {}, {}) == []
+
+
+async def test_the_time_when_only_the_baseline_served_narrows_what_comes_after(store: Store, base_config: str) -> None:
+    text = text_of(base_config, "user", ", metrics: [cost], guards: {}").replace("large-v2: 1", "large-v2: 0")
+    config = config_file.parse(text)
+    board = SnapshotBoard(store, config)
+
+    async def asked(rounds: int, arms: int, seed: int) -> None:
+        period = (await board.read()).trials["manners"].period
+        rng = random.Random(seed)
+        for n in range(rounds):
+            user = n % 40
+            exposure = Exposure("manners", f"large-v{1 + user % arms}", period, f"user-{user}")
+            cost = 1.0 + user % 7 + rng.random()
+            sample = Sample(request_id=f"r{n}", release=exposure.arm, exposures=(exposure,), cost_dollars=cost)
+            await store._call("XADD", store.key("samples"), "*", "s", msgspec.msgpack.encode(sample))
+
+    await board.open()
+    async with evaluator(store, config, False) as judge:
+        judge.holder.take(await board.read())
+        await judge.load()
+        await asked(400, 1, 1)
+        await judge.step(0.1)
+        await board.set_weights("manners", {"large-v1": 1, "large-v2": 1})
+        await asked(200, 2, 2)
+        await judge.step(0.1)
+        evidence = judge.state.evidence["manners"]
+        first = ev.compare(plan_of(config.experiments["manners"]), evidence)
+        assert first[0].explained > 0.8
+    async with evaluator(store, config, False) as later:  # another process, after the first has ended
+        later.holder.take(await board.read())
+        await later.load()
+        await asked(200, 2, 3)
+        await later.step(0.1)
+        again = ev.compare(plan_of(config.experiments["manners"]), later.state.evidence["manners"])
+    assert again[0].explained > 0.8
+    width = [each[0].interval.high - each[0].interval.low for each in (first, again)]
+    assert width[1] < width[0]

@@ -241,6 +241,8 @@ async def test_a_release_that_answers_canaries_otherwise_than_before_is_an_alert
         serve(text, other=Scripted(lambda said: says[-1](said))) as gateway,
         beside(gateway, store, text, running=False) as judge,
     ):
+        starting = Canaries(config_file.parse(text), store, Prober(gateway.pipeline, lambda: ["other"]))
+        assert await starting.look("large-v2", 900.0) is None
         canaries = Canaries(config_file.parse(text), store, Prober(gateway.pipeline))
         first = await canaries.look("large-v2", 1000.0)
         assert first is not None

@@ -217,3 +217,60 @@ def test_two_tallies_together_are_one_of_all() -> None:
     both = tally("ttft_p95", values[:2])
     both.take_in(tally("ttft_p95", values[2:]))
     assert both == tally("ttft_p95", values)
+
+
+def two_arms(rng: Any, users: int, effect: float, known: bool, noise: float = 1.0) -> tuple[Tally, Tally]:
+    """Costs of users, of which each has a level of its own that was seen before, with noise."""
+    arms = Tally(), Tally()
+    measured = MEASURES["cost"]
+    for user in range(users):
+        arm = arms[int(rng.random() < 0.5)]
+        level = rng.gauss(10, 3)
+        seen = level + rng.gauss(0, 0.5) - 10 if known and user % 5 else 0.0  # a fifth was not there before
+        before: Any = None
+        for _ in range(rng.randint(1, 6)):
+            value = level + rng.gauss(0, noise) + effect * (arm is arms[1])
+            before = arm.add(measured, Score(value), before, seen)
+    return arms
+
+
+def test_what_users_were_like_before_narrows_the_interval_and_moves_nothing() -> None:
+    rng = random.Random(3)
+    widths: list[float] = []
+    gaps = []
+    for _ in range(60):
+        arms = two_arms(rng, 200, 0.5, True)
+        a, b, explained = ev.adjusted(*arms)
+        assert 0.4 < explained < 0.95
+        gaps.append(b.value - a.value)
+        interval = ev.interval_of(MEASURES["cost"], *arms, 0.05)
+        plain = ev.interval_of(MEASURES["cost"], without(arms[0]), without(arms[1]), 0.05)
+        widths.append((interval.high - interval.low) / (plain.high - plain.low))
+    assert sum(gaps) / len(gaps) == pytest.approx(0.5, abs=0.1)
+    assert max(widths) < 0.85
+
+
+def without(tally: Tally) -> Tally:
+    return Tally(
+        count=tally.count, sum=tally.sum, squares=tally.squares,
+        unit_values=tally.unit_values, unit_counts=tally.unit_counts, unit_products=tally.unit_products,
+    )  # fmt: skip
+
+
+def test_the_error_that_is_told_is_the_error_that_is_made() -> None:
+    """The variance of the adjusted difference over many worlds, and the mean of what each world says it is."""
+    rng = random.Random(4)
+    gaps, told = [], []
+    for _ in range(300):
+        a, b, _ = ev.adjusted(*two_arms(rng, 120, 0.0, True))
+        gaps.append(b.value - a.value)
+        told.append(a.variance / a.count + b.variance / b.count)
+    made = sum(gap**2 for gap in gaps) / len(gaps)
+    assert made == pytest.approx(sum(told) / len(told), rel=0.25)
+
+
+def test_without_a_period_before_nothing_is_adjusted() -> None:
+    arms = two_arms(random.Random(5), 100, 0.5, False)
+    a, b, explained = ev.adjusted(*arms)
+    assert (a.value, b.value, explained) == (arms[0].mean, arms[1].mean, 0.0)
+    assert a.variance == pytest.approx(arms[0].variance * arms[0].design_effect)

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client.metrics import MetricWrapperBase
+from ruamel.yaml import YAML
 
 from gearshift.deployments.exposition import metrics_page
+from gearshift.platform import telemetry
 from gearshift.platform.config import Telemetry
 from gearshift.platform.request import SamplingParams, Usage
 from gearshift.platform.telemetry import Emitter, Record, VerdictNote
@@ -100,3 +104,28 @@ def test_metrics_of_all_processes_are_added_and_a_dead_one_s_gauges_are_gone(
         assert victim.stdout is not None
         victim.stdout.close()
     assert "vllm:num_requests_running{" not in metrics_page()[0].decode()
+
+
+def test_alert_rules_name_series_and_labels_that_there_are() -> None:
+    """A rule about a series that nobody writes never fires."""
+    rules = YAML(typ="safe").load(Path(__file__).parents[2] / "infra" / "alerts.yaml")
+    known: dict[str, set[str]] = {}
+    for value in vars(telemetry).values():
+        for metric in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(metric, MetricWrapperBase):
+                ends = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"]}.get(str(metric._type), [""])
+                known |= {metric._name + end: {*metric._labelnames, "le"} for end in ends}
+    expressions = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    assert len(expressions) > 10
+    for expression in expressions:
+        named = re.findall(r"\b(?:gearshift|vllm|gen_ai_server)[\w:]+", expression)
+        assert named
+        assert set(named) <= set(known), expression
+        labels = [word for inner in re.findall(r"by \(([^)]*)\)", expression) for word in inner.split(", ")]
+        labels += re.findall(r"[{,]\s*(\w+)=", expression)
+        assert all(set(labels) <= known[name] for name in named), expression
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            used = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+            series = re.findall(r"\b(?:gearshift|vllm|gen_ai_server)[\w:]+", rule["expr"])
+            assert used <= set.intersection(*(known[name] for name in series)), rule["alert"]
