@@ -19,6 +19,9 @@ class NullModel:
     def run(self, step: Step) -> list[Sampled]:
         return [Sampled(1)] * sum(chunk.samples for chunk in step)
 
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
 
 def sequence_steps_per_second(running: int, tokens: int = 512) -> float:
     """Sequences times steps for a CPU-second, all of them running, from four tenants."""

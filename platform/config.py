@@ -55,11 +55,18 @@ class Model(Section):
     """auto takes the fused path where it serves the model, else transformers' modelling code."""
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     threads: Count | None = None
-    """CPU threads of one replica; unset leaves it to torch."""
+    """CPU threads of one rank; unset leaves it to torch."""
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    """Of one rank."""
+    tensor_parallel: Count = 1
+    """Ranks of one replica: processes that hold a share of the weights and of the KV heads each."""
+    placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
+    """Of the ranks over nodes, as Ray names it. STRICT_PACK: all on one."""
+    pipeline_parallel: int = 1
     max_model_len: Count | None = None
     """Longest context in tokens; unset takes the model's own."""
     kv_cache_memory: ByteSize = ByteSize(512 * 1024**2)
+    """Of one rank."""
     block_size: Annotated[int, Field(ge=16, multiple_of=16)] = 16
     max_num_seqs: Count = 16
     max_num_batched_tokens: Count = 512
@@ -85,6 +92,18 @@ class Model(Section):
             raise ValueError("quantization: int8 and int4 need dtype: bfloat16 or float32 on device: cpu, not float16")
         if self.kv_cache_dtype == "int8" and self.device.startswith("cuda"):
             raise ValueError("kv_cache_dtype: int8 needs device: cpu")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks(self) -> Self:
+        if self.pipeline_parallel != 1:
+            raise ValueError("pipeline_parallel: is not supported; spread the model with tensor_parallel instead")
+        if self.tensor_parallel > 1 and self.source is None:
+            raise ValueError("tensor_parallel: only a model with a source has weights to share")
+        if self.tensor_parallel > 1 and self.quantization:
+            raise ValueError("tensor_parallel: not together with quantization yet; remove one of them")
+        if self.tensor_parallel > 1 and self.model_impl == "fused":
+            raise ValueError("tensor_parallel: needs model_impl: transformers or auto")
         return self
 
     @model_validator(mode="after")

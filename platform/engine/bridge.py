@@ -59,7 +59,7 @@ class AsyncEngine:
         self._streams: dict[str, _Stream] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stats = core.stats()
-        self._closing = False
+        self._closing = self._lost = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -82,16 +82,24 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
-        """False when the thread has ended by itself: nothing will be computed any more."""
-        return self._closing or self._loop is None or self._thread.is_alive()
+        """False when the thread has ended by itself, or something it needs: nothing will be computed any more."""
+        return self._closing or not (self._lost or (self._loop is not None and not self._thread.is_alive()))
+
+    def lose(self, why: str) -> None:
+        """Something that the engine needs is gone. Everybody who waits is told at once, even while the thread still hangs in a
+        step."""
+        self._lost = True
+        log.error("the engine is lost: %s", why)
+        self._fail_all(EngineUnavailable("The model's engine has stopped."))
 
     async def close(self) -> None:
         if self._closing:
             return
         self._closing = True
         self._commands.put(None)
-        if self._loop is not None:
+        if self._loop is not None and not self._lost:
             await asyncio.to_thread(self._thread.join)
+        self._core.close()
         self._fail_all(ShuttingDown("The model is shutting down."))
 
     def _start(self) -> None:

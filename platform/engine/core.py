@@ -17,6 +17,12 @@ class Runner(Protocol):
         """Computes the step; returns one token for each chunk that samples, in their order."""
         ...
 
+    def close(self) -> None: ...
+
+
+class EngineLost(Exception):
+    """Nothing can be computed here any more, by any request."""
+
 
 class Failure(NamedTuple):
     sequence: Sequence
@@ -46,17 +52,24 @@ class EngineCore:
         self._aborted += 1
 
     def step(self) -> list[Token | Failure]:
-        """One iteration of the batch. A runner that raises fails the requests of this step and no others."""
+        """One iteration of the batch. A runner that raises fails the requests of this step and no others, unless it raises
+        `EngineLost`, which is passed on."""
         begun = self._clock()
         step = self.scheduler.schedule()
         self._steps += 1
         try:
             sampled = self.runner.run(step) if step else []
+        except EngineLost:
+            raise
         except Exception as error:
             return [Failure(chunk.sequence, self._fail(chunk.sequence, error)) for chunk in step]
         tokens = self.scheduler.update(step, sampled, self._clock() - begun)
         self._generation_tokens += len(tokens)
         return list(tokens)
+
+    def close(self) -> None:
+        """Lets go of what computes, where there is more of it than this process."""
+        self.runner.close()
 
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.scheduler.pool

@@ -16,6 +16,7 @@ from gearshift.platform.errors import InvalidRequest
 from gearshift.platform.request import Message, Request
 
 if TYPE_CHECKING:
+    from gearshift.platform.engine.parallel import Place
     from gearshift.platform.engine.runner import Loaded
 
 
@@ -58,8 +59,9 @@ def eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in [*listed, tokenizer.eos_token_id] if token is not None)
 
 
-def load_engine(path: Path, settings: Model) -> AsyncEngine:
-    """Reads the weights (seconds; blocks). Raises `ConfigError` for settings the model or the memory can't meet."""
+def load_engine(path: Path, settings: Model, place: Place | None = None) -> AsyncEngine:
+    """Reads the weights (seconds; blocks); with a `place`, as rank 0 of several. Raises `ConfigError` for settings the model or
+    the memory can't meet."""
     import torch
     from transformers import AutoTokenizer
 
@@ -67,7 +69,18 @@ def load_engine(path: Path, settings: Model) -> AsyncEngine:
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    return assemble(Loaded(path, settings), AutoTokenizer.from_pretrained(path), settings)
+    return assemble(Loaded(path, settings, place=place), AutoTokenizer.from_pretrained(path), settings)
+
+
+def follow_rank(path: Path, settings: Model, place: Place) -> None:
+    """The life of a rank that is not the first: reads its share, then computes until it is let go."""
+    import torch
+
+    from gearshift.platform.engine.runner import Loaded
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    Loaded(path, settings, place=place).follow()
 
 
 def assemble(loaded: Loaded, tokenizer: Any, settings: Model) -> AsyncEngine:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gearshift.platform.config import Model
 from gearshift.platform.engine.kernels.simd import LANES
 from gearshift.platform.engine.kv.cache import DTYPES, kv_bytes_per_token, make_cache
+from gearshift.platform.engine.parallel import Leading, Place, follow, join, share_of
 from gearshift.platform.engine.rows import Rows, rows_of
 from gearshift.platform.engine.runners.fused import INT4_GROUP, FusedModel, why_not_fused
 from gearshift.platform.engine.runners.linear import Int4Linear, Int8Linear, Linear, Scratch
@@ -79,6 +80,10 @@ class TorchRunner:
                 at += 1
         return logits[left]
 
+    def close(self) -> None:
+        if isinstance(self._model, Leading):
+            self._model.close()
+
     def warm_up(self) -> None:
         """Compiles kernels and touches the weights, so that the first request does not wait for it."""
         sequence = Sequence("warm-up", [0] * 4, SamplingParams(), 1, blocks=[0])
@@ -130,14 +135,19 @@ def takes_best(params: SamplingParams) -> bool:
 
 
 class Loaded:
-    """A model with its cache, ready to run. `num_blocks` is what `kv_cache_memory` holds, unless given."""
+    """A model with its cache, ready to run. `num_blocks` is what `kv_cache_memory` holds, unless given. With a `place`, one
+    rank's share of it: rank 0 has the runner, and `follow` is what the others do."""
 
-    def __init__(self, path: Path, settings: Model, num_blocks: int | None = None) -> None:
+    def __init__(self, path: Path, settings: Model, num_blocks: int | None = None, place: Place | None = None) -> None:
         config = read_config(path)
+        self._place = place
         longest = config.max_position_embeddings
         self.max_model_len = min(settings.max_model_len or longest, longest)
         self.device = torch.device(pick_device(settings.device))
         check_quantization(config, settings)
+        if place is not None:
+            config = share_of(config, place.size)
+            join(place, self.device)
         self.kv_dtype = DTYPES[settings.dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype]
         self.block_bytes = kv_bytes_per_token(config, self.kv_dtype) * settings.block_size
         self.num_blocks = num_blocks or int(settings.kv_cache_memory) // self.block_bytes
@@ -146,14 +156,21 @@ class Loaded:
         self.why_not_fused = why_not(config, settings, self.device)
         if settings.model_impl == "fused" and self.why_not_fused:
             raise ConfigError(f"model_impl: fused does not serve this model: {self.why_not_fused}; use auto")
-        model = load_model(path, settings, self.device)
+        model = load_model(path, settings, self.device, place)
         self.generation_config = model.generation_config
-        self.runner = TorchRunner(self._model(model, settings), settings.block_size)
-        self.runner.warm_up()
+        self._model = self._prepared(model, config, settings)
+        if place is None or place.rank == 0:
+            computes = self._model if place is None else Leading(self._model)
+            self.runner = TorchRunner(computes, settings.block_size)
+            self.runner.warm_up()
 
-    def _model(self, model: Any, settings: Model) -> Logits:
+    def follow(self) -> None:
+        """Computes with rank 0 until it lets this rank go. Raises when it is gone."""
+        follow(self._model)
+
+    def _prepared(self, model: Any, config: Any, settings: Model) -> Logits:
         threads, rows = torch.get_num_threads(), settings.max_num_batched_tokens
-        cache = make_cache(model.config, self.num_blocks, settings.block_size, self.kv_dtype, self.device, threads)
+        cache = make_cache(config, self.num_blocks, settings.block_size, self.kv_dtype, self.device, threads)
         if self.why_not_fused is None:
             return FusedModel(model, cache, settings.quantization, rows, self.max_model_len)  # type: ignore[arg-type]
         if settings.quantization and self.device.type == "cpu":
@@ -185,6 +202,8 @@ def why_not(config: Any, settings: Model, device: torch.device) -> str | None:
     """The reason that the fused path can't be taken, or None."""
     if settings.model_impl == "transformers":
         return "model_impl: transformers"
+    if settings.tensor_parallel > 1:
+        return "tensor_parallel"
     if device.type != "cpu":
         return f"device {device.type}"
     if "float16" in (settings.dtype, settings.kv_cache_dtype):
@@ -198,18 +217,22 @@ def why_not(config: Any, settings: Model, device: torch.device) -> str | None:
     return why_not_fused(config)
 
 
-def load_model(path: Path, settings: Model, device: torch.device) -> Any:
-    """A transformers model that computes attention over the paged cache."""
+def load_model(path: Path, settings: Model, device: torch.device, place: Place | None = None) -> Any:
+    """A transformers model that computes attention over the paged cache; each rank reads only its share."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     AttentionInterface.register(ATTENTION, paged_attention)
-    extra = {}
+    extra: dict[str, Any] = {"device_map": {"": device}}
+    if place is not None:
+        from transformers.distributed import DistributedConfig
+
+        extra = {"distributed_config": DistributedConfig(tp_size=place.size)}
     if settings.quantization and device.type != "cpu":
         extra["quantization_config"] = torchao_config(settings.quantization)
     model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, settings.dtype), attn_implementation=ATTENTION, device_map={"": device}, **extra
+        path, dtype=getattr(torch, settings.dtype), attn_implementation=ATTENTION, **extra
     )
     return model.eval()
 

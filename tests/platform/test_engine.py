@@ -319,6 +319,9 @@ class Breaking:
             raise RuntimeError("CUDA error: at /internal/path")
         return self.runner.run(step)
 
+    def close(self) -> None:
+        self.runner.close()
+
 
 async def test_a_step_that_raises_fails_its_requests_and_no_others(folder: Path, reference: Any) -> None:
     engine = build(folder)
