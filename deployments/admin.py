@@ -230,6 +230,7 @@ def _member(member: registry.Member) -> JsonObject:
             "generation_tokens": stats.generation_tokens,
             "preemptions": stats.preemptions,
             "aborted": stats.aborted,
+            "ranks": [member.pid, *member.ranks],
         }
     return shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import psutil
@@ -31,6 +31,8 @@ class Member(msgspec.Struct, frozen=True):
     rss_bytes: int
     stats: EngineStats = EngineStats()
     revision: int = 0
+    ranks: tuple[int, ...] = ()
+    """Pids of an engine's other ranks, which compute with it."""
 
 
 async def beat(store: Store, member: Callable[[], Member]) -> None:
@@ -61,7 +63,14 @@ async def leave(store: Store, name: str) -> None:
         return
 
 
-def here(name: str, model: str = "", address: str = "", stats: EngineStats | None = None, revision: int = 0) -> Member:
+def here(
+    name: str,
+    model: str = "",
+    address: str = "",
+    stats: EngineStats | None = None,
+    revision: int = 0,
+    ranks: Sequence[int] = (),
+) -> Member:
     """This process, now."""
     rss = psutil.Process().memory_info().rss
-    return Member(name, model, address, os.getpid(), time.time(), rss, stats or EngineStats(), revision)
+    return Member(name, model, address, os.getpid(), time.time(), rss, stats or EngineStats(), revision, tuple(ranks))

@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 from gearshift.deployments.wire import Abort, Draining, Failed, Outbox, Piece, Stats, Submit, read_to_gateway
 from gearshift.platform.engine.inbox import Inbox, read
 from gearshift.platform.errors import EngineUnavailable, GearshiftError, Overloaded
 from gearshift.platform.request import Delta, EngineStats, Request
+from gearshift.platform.telemetry import RESUMED
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 2.0
+RESUME_WAIT_S = 10.0
+"""How long a stream that has begun waits for a replica to go on at."""
+RESUME_LOOK_S = 0.05
 
 
 class Replica:
@@ -95,10 +101,35 @@ def _lost() -> EngineUnavailable:
     return EngineUnavailable("The replica that worked on the request is gone.", retry_after_s=RETRY_AFTER_S)
 
 
+class SoFar:
+    """What a request has been answered, in case that its replica is lost: another one goes on from the same tokens, which it
+    reads like a prompt. With the seed that the request came with or was given, it goes on as the first would have."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._ids: list[int] = []
+        self._chars = 0
+        self.started = False
+        self.lost = False
+        """It can't be gone on with: nobody told the tokens, or more than their text was told."""
+
+    def add(self, delta: Delta) -> None:
+        self.started = True
+        self._ids += delta.ids
+        self._chars += 0 if delta.echo else len(delta.text)
+        sampling = self._request.sampling
+        self.lost |= len(delta.ids) < delta.tokens or sampling.certainty or sampling.logprobs is not None or delta.echo
+
+    def rest(self) -> Request:
+        if not self.started:
+            return self._request
+        return replace(self._request, resume=tuple(self._ids), sent=self._chars)
+
+
 class RemoteEngine:
     """The Engine protocol over the replicas of one model. Owns the connections.
 
-    A request that has produced nothing yet moves on to another replica when its own is lost or full.
+    A request whose replica is lost moves on to another one, also when it has begun; so does one that found it full.
     """
 
     def __init__(self, model: str) -> None:
@@ -122,22 +153,33 @@ class RemoteEngine:
                     log.debug("%s: replica at %s does not answer", self._model, path)
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        if request.sampling.seed is None:
+            request = replace(request, seed=random.getrandbits(63))
         tried: set[Replica] = set()
+        so_far = SoFar(request)
         failure: GearshiftError = EngineUnavailable("No replica of this model is up.", retry_after_s=RETRY_AFTER_S)
-        while (replica := self._choose(tried)) is not None:
+        while (replica := await self._next(tried, so_far)) is not None:
             tried.add(replica)
-            started = False
             try:
-                async with aclosing(replica.generate(request)) as deltas:
+                async with aclosing(replica.generate(so_far.rest())) as deltas:
                     async for delta in deltas:
-                        started = True
+                        so_far.add(delta)
                         yield delta
                 return
             except (EngineUnavailable, Overloaded) as error:
-                if started:
+                if so_far.lost:
                     raise
                 failure = error
         raise failure
+
+    async def _next(self, tried: set[Replica], so_far: SoFar) -> Replica | None:
+        """A replica that was not tried. One that is begun and lost is worth a wait for a replica that comes up."""
+        deadline = time.monotonic() + (RESUME_WAIT_S if so_far.started else 0.0)
+        while (replica := self._choose(tried)) is None and time.monotonic() < deadline:
+            await asyncio.sleep(RESUME_LOOK_S)
+        if replica is not None and so_far.started:
+            RESUMED.labels(self._model).inc()
+        return replica
 
     def stats(self) -> EngineStats:
         each = [replica.stats for replica in self._replicas.values() if replica.connected]

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -40,6 +41,9 @@ from gearshift.platform.engine.protocol import Engine
 from gearshift.platform.errors import ConfigError, EngineUnavailable, NotFound
 from gearshift.platform.telemetry import Emitter
 from gearshift.router.arms import Snapshot
+
+if TYPE_CHECKING:
+    from gearshift.deployments.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -85,19 +89,28 @@ class EngineReplica:
         self._place = place
         self._instance = instance
         self._name = f"{model}-{uuid.uuid4().hex[:8]}"
+        self._ranks: Ranks | None = None
         self._path = place.folder / f"{self._name}.sock"
         if settings.echo is not None:
             self._engine: Engine = EchoEngine(settings.echo.delay_s, max_running=settings.max_queued_requests + 256)
         else:
-            from gearshift.platform.engine.local import load_engine  # torch is for those who compute
-
             assert weights is not None
-            self._engine = await asyncio.to_thread(load_engine, weights, settings)
+            self._engine = await self._load(settings, weights)
         self._meter = EngineMeter(model, self._name)
         self._server = EngineServer(self._engine, self._meter.watch)
         self._store = place.store(registry.STALE_S)  # nobody waits for it, and computing comes first
         await self._server.start(self._path)
         self._beating = asyncio.create_task(registry.beat(self._store, self._member))
+
+    async def _load(self, settings: Model, weights: Path) -> AsyncEngine:
+        from gearshift.platform.engine.local import load_engine  # torch is for those who compute
+
+        if settings.tensor_parallel == 1:
+            return await asyncio.to_thread(load_engine, weights, settings)
+        from gearshift.deployments.ranks import Ranks
+
+        self._ranks = Ranks(settings, weights, self._name, self._place.folder)
+        return await self._ranks.load()
 
     def check_health(self) -> None:
         """Called by Serve; raising has the replica replaced."""
@@ -113,13 +126,16 @@ class EngineReplica:
         await registry.leave(self._store, self._name)
         await self._server.close()
         await self._engine.close()
+        if self._ranks is not None:
+            self._ranks.close()
         await self._store.close()
         self._path.unlink(missing_ok=True)
 
     def _member(self) -> registry.Member:
         stats = self._engine.stats()
         self._meter.observe(stats)
-        return registry.here(self._name, self._instance, str(self._path), stats)
+        ranks = self._ranks.pids if self._ranks else ()
+        return registry.here(self._name, self._instance, str(self._path), stats, ranks=ranks)
 
 
 class GatewayReplica:

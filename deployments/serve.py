@@ -19,6 +19,7 @@ import httpx
 from gearshift.deployments import registry
 from gearshift.deployments.files import check_files
 from gearshift.deployments.plan import engine_key, instances_of, plan
+from gearshift.deployments.ranks import CPU_SHARE, bundles
 from gearshift.deployments.replicas import EngineReplica, EvaluatorReplica, GatewayReplica, Place
 from gearshift.deployments.revisions import Revisions, dumped
 from gearshift.platform.cache.embedded import EmbeddedRedis
@@ -55,7 +56,22 @@ class StartFailed(GearshiftError):
 def fetch_weights(config: Config, progress: Progress) -> dict[str, Weights]:
     """The weights of every local model, by model name. Raises `WeightsError`."""
     sources = {name: model.source for name, model in config.models.items() if model.source is not None}
-    return {name: source.ensure(source.parse(text), progress) for name, text in sources.items()}
+    found = {name: source.ensure(source.parse(text), progress) for name, text in sources.items()}
+    for name, model in config.models.items():
+        if model.tensor_parallel > 1:
+            check_ranks(name, found[name].path, model.tensor_parallel)
+    return found
+
+
+def check_ranks(name: str, path: Path, size: int) -> None:
+    """Raises `ConfigError` when the model can't be shared by so many."""
+    from gearshift.platform.engine.parallel import share_of
+    from gearshift.platform.engine.runner import read_config
+
+    try:
+        share_of(read_config(path), size)
+    except ConfigError as error:
+        raise ConfigError(f"models.{name}.{error.message}") from error
 
 
 def revisions_of(config: Config, weights: dict[str, Weights]) -> dict[str, str]:
@@ -79,9 +95,11 @@ def engine_targets(config: Config, weights: dict[str, Weights], place: Place, en
             continue
         key = engine_key(config, name)
         actor = {"num_cpus": 0, "num_gpus": model.num_gpus, "runtime_env": {"env_vars": env | ENGINE_ENV}}
-        engine = serve.deployment(
-            EngineReplica, name=f"engine-{name}", num_replicas=model.replicas, ray_actor_options=actor, **_common(place)
-        )
+        options = {"name": f"engine-{name}", "num_replicas": model.replicas, **_common(place)}
+        if model.tensor_parallel > 1:
+            actor["num_cpus"] = CPU_SHARE
+            options |= {"placement_group_bundles": bundles(model), "placement_group_strategy": model.placement}
+        engine = serve.deployment(EngineReplica, ray_actor_options=actor, **options)
         path = weights[name].path if name in weights else None
         settings = model.model_copy(update={"replicas": 1})  # their number starts nothing anew
         app = engine.bind(settings, name, key, path, place)

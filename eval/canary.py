@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Mapping
 
 import msgspec
-from scipy.stats import binomtest
 
 from gearshift.eval.graders import GRADERS, Kind
 
@@ -54,6 +53,8 @@ def digest(answer: str) -> str:
 def take_round(watched: Watched, well: Mapping[str, bool], failed: int, at: float) -> None:
     """Compares with the rounds before, then adds. A question counts as lost when most rounds answered it well and this one did
     not, as won the other way round; more lost than won is tested by the sign test (one-sided, exact)."""
+    from scipy.stats import binomtest  # whoever only checks a file needs none
+
     known = {name: told for name, told in well.items() if name in watched.well}
     lost = [name for name, told in known.items() if not told and watched.well[name] > watched.rounds / 2]
     won = [name for name, told in known.items() if told and watched.well[name] < watched.rounds / 2]

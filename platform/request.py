@@ -71,6 +71,12 @@ class Request:
     """W3C trace context of the caller (`traceparent`), empty when the request is not traced."""
     prompt: str | tuple[int, ...] | None = None
     """Text, or token ids, to be continued as it is: no chat template, no turns."""
+    resume: tuple[int, ...] = ()
+    """Tokens of the answer that another engine generated before it was lost: the answer goes on after them."""
+    sent: int = 0
+    """Characters of the answer that need not be sent again."""
+    seed: int | None = None
+    """Drawn for a request that has none of its own, so that its answer goes on as it would have."""
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
@@ -112,6 +118,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     """Its tokens, when the sampling asks for `logprobs`."""
     echo: bool = False
     """This is the prompt."""
+    ids: tuple[int, ...] = ()
+    """Of its tokens; none from a server that does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,7 @@ RELEASE_DRIFT = Gauge(
     ["release", "measure"],
     multiprocess_mode="livemax",
 )
+RESUMED = Counter("gearshift_resumed_streams", "Answers that went on at another replica", ["model"])
 SHADOWS = Counter("gearshift_shadow_requests", "Requests sent to arms in the shadow", ["experiment", "arm", "result"])
 JUDGED = Counter("gearshift_judged_pairs", "Pairs of answers given to the judge", ["result"])
 JUDGE_COST = Counter("gearshift_judge_cost_dollars", "Price of the judge's tokens")

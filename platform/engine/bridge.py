@@ -71,7 +71,7 @@ class AsyncEngine:
             ids = await asyncio.to_thread(self._prompts.encode, request)
             sequence = self._sequence(request, ids)
             self._start()  # only now: the engine may have ended meanwhile, and nobody would answer
-            async with aclosing(self._stream(sequence)) as deltas:
+            async with aclosing(self._stream(sequence, request.sent)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
@@ -133,12 +133,16 @@ class AsyncEngine:
             tenant=request.tenant,
             service=request.service,
             salt=f"{request.tenant}\0{request.cache_salt}".encode(),
-            seed=random.getrandbits(63) if sampling.seed is None else sampling.seed,
+            seed=next(seed for seed in (sampling.seed, request.seed, random.getrandbits(63)) if seed is not None),
+            output_ids=list(request.resume),
         )
 
-    async def _stream(self, sequence: Sequence) -> AsyncGenerator[Delta, None]:
+    async def _stream(self, sequence: Sequence, sent: int) -> AsyncGenerator[Delta, None]:
         inbox: Inbox = asyncio.Queue()
-        self._streams[sequence.id] = _Stream(inbox, AnswerText(self._prompts.tokenizer, sequence))
+        text = AnswerText(self._prompts.tokenizer, sequence)
+        if sequence.output_ids:
+            text.resume(sequence.output_ids, sent)
+        self._streams[sequence.id] = _Stream(inbox, text)
         self._commands.put(lambda: self._core.add(sequence))
         try:
             async for delta in read(inbox):

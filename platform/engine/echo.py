@@ -72,8 +72,10 @@ class EchoEngine:
                     raise self._failure
                 told = self._logprobs[count % len(self._logprobs)] if self._logprobs else 0.0
                 logprobs, entropies = ((told,), (-told,)) if request.sampling.certainty else ((), ())
-                yield Delta(word if count == 0 else f" {word}", logprobs=logprobs, entropies=entropies)
-                count += 1
+                text, count = word if count == 0 else f" {word}", count + 1
+                if count <= len(request.resume):
+                    continue
+                yield Delta(text, logprobs=logprobs, entropies=entropies, ids=(count,))
                 self._steps += 1
                 self._generation_tokens += 1
             ended = "stop" if count == len(words) and not request.sampling.ignore_eos else "length"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,10 @@ if TYPE_CHECKING:
     from gearshift.platform.engine.runner import Loaded
 
 
-def chat_encoder(tokenizer: Any) -> Any:
-    """A request's messages to ids through the model's own chat template, ready for the assistant's turn; or its prompt, as it
-    is."""
+def chat_encoder(tokenizer: Any) -> Callable[[tuple[Message, ...]], list[int]]:
+    """Messages to ids through the model's own chat template, ready for the assistant's turn."""
 
-    def encode(request: Request) -> list[int]:
-        return prompt_ids(tokenizer, request.prompt) if request.prompt is not None else from_messages(request.messages)
-
-    def from_messages(messages: tuple[Message, ...]) -> list[int]:
+    def encode(messages: tuple[Message, ...]) -> list[int]:
         turns = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.content}
             for message in messages
@@ -37,6 +34,16 @@ def chat_encoder(tokenizer: Any) -> Any:
         except TemplateError as error:
             raise InvalidRequest(f"The model's chat template refuses these messages: {error}.", "messages") from error
         return ids
+
+    return encode
+
+
+def request_encoder(tokenizer: Any) -> Callable[[Request], list[int]]:
+    """A request's messages through the chat template, or its prompt as it is."""
+    from_messages = chat_encoder(tokenizer)
+
+    def encode(request: Request) -> list[int]:
+        return prompt_ids(tokenizer, request.prompt) if request.prompt is not None else from_messages(request.messages)
 
     return encode
 
@@ -86,7 +93,7 @@ def follow_rank(path: Path, settings: Model, place: Place) -> None:
 def assemble(loaded: Loaded, tokenizer: Any, settings: Model) -> AsyncEngine:
     """A new engine, with empty queues and an empty cache, over a loaded model."""
     core = EngineCore(make_scheduler(settings, loaded.num_blocks), loaded.runner)
-    prompts = Prompts(chat_encoder(tokenizer), eos_ids(loaded.generation_config, tokenizer), tokenizer)
+    prompts = Prompts(request_encoder(tokenizer), eos_ids(loaded.generation_config, tokenizer), tokenizer)
     return AsyncEngine(core, prompts, loaded.max_model_len, settings.max_queued_requests)
 
 

@@ -91,6 +91,8 @@ class AnswerText:
         self._logprobs: list[float] = []
         self._entropies: list[float] = []
         self._scored: list[ScoredToken] = []
+        self._ids: list[int] = []
+        self._unsent = ""
 
     @property
     def stopped(self) -> bool:
@@ -100,13 +102,15 @@ class AnswerText:
     def push(self, token: Sampled, finish_reason: FinishReason | None) -> Delta | None:
         """What may be sent now, if anything. The last one has a finish reason."""
         self._count += 1
+        self._ids.append(token.id)
         if token.logprob is not None and self._sequence.sampling.certainty:
             self._logprobs.append(token.logprob)
             self._entropies.append(token.entropy)
         hidden = finish_reason == "stop"  # the end-of-text token has no text
         if self._sequence.sampling.logprobs is not None and token.logprob is not None:
             self._scored.append(self._told(token.id, token.logprob, token.top, hidden))
-        text = self._stops.push("" if hidden else self._detokenizer.push([token.id]))
+        text = self._unsent + self._stops.push("" if hidden else self._detokenizer.push([token.id]))
+        self._unsent = ""
         if finish_reason and not self._stops.found:
             text += self._stops.push(self._detokenizer.flush())
             text += "" if self._stops.found else self._stops.flush()
@@ -116,13 +120,18 @@ class AnswerText:
             return None
         tokens, self._sent = self._count - self._sent, self._count
         logprobs, entropies, scored = tuple(self._logprobs), tuple(self._entropies), tuple(self._scored)
-        for told in (self._logprobs, self._entropies, self._scored):
+        ids = tuple(self._ids)
+        for told in (self._logprobs, self._entropies, self._scored, self._ids):
             told.clear()
-        if not finish_reason:
-            return Delta(text, tokens=tokens, logprobs=logprobs, entropies=entropies, scored=scored)
         sequence = self._sequence
-        usage = Usage(len(sequence.prompt_ids), self._count, sequence.cached_tokens)
-        return Delta(text, finish_reason, usage, tokens, logprobs=logprobs, entropies=entropies, scored=scored)
+        usage = Usage(len(sequence.prompt_ids), self._count, sequence.cached_tokens) if finish_reason else None
+        return Delta(text, finish_reason, usage, tokens, logprobs=logprobs, entropies=entropies, scored=scored, ids=ids)
+
+    def resume(self, ids: list[int], sent: int) -> None:
+        """Takes in what another engine generated, of which so many characters were sent."""
+        text = "".join([self._stops.push(self._detokenizer.push([token])) for token in ids])
+        self._unsent = text[sent:]
+        self._count = self._sent = len(ids)
 
     def prompt(self) -> Delta:
         """The prompt itself, to be told before the answer."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gearshift.deployments import remote as remote_module
 from gearshift.deployments.engine_server import EngineServer
 from gearshift.deployments.remote import RemoteEngine
 from gearshift.platform.engine.echo import EchoEngine
 from gearshift.platform.errors import ContextLengthExceeded, EngineUnavailable, Overloaded
-from gearshift.platform.request import Message, Request, SamplingParams
+from gearshift.platform.request import Delta, Message, Request, SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -103,18 +104,61 @@ async def test_a_lost_replica_is_known_at_once_and_another_takes_what_had_not_be
         await engine.close()
 
 
-async def test_an_answer_that_had_begun_is_not_begun_again(tmp_path: Path) -> None:
+async def test_an_answer_that_had_begun_goes_on_at_another_replica(tmp_path: Path) -> None:
     first, second = tmp_path / "a.sock", tmp_path / "b.sock"
-    async with replica(second, EchoEngine()):
+    other = EchoEngine()
+    async with replica(second, other):
         async with replica(first, EchoEngine(delay_s=0.02)):
             engine = RemoteEngine("model")
             await engine.refresh([first])
-            deltas = engine.generate(ask("a", ignore_eos=True, max_tokens=1000))
-            await anext(deltas)
+            deltas = engine.generate(ask("a", ignore_eos=True, max_tokens=100))
+            begun = [await anext(deltas) for _ in range(5)]
             await engine.refresh([first, second])
-        with pytest.raises(EngineUnavailable):
-            _ = [delta async for delta in deltas]
+        rest = [delta async for delta in deltas]
         await engine.close()
+    text = "".join(delta.text for delta in begun + rest)
+    assert text == " ".join((["one", "two", "three"] * 34)[:100])
+    assert (rest[-1].finish_reason, rest[-1].usage and rest[-1].usage.completion_tokens) == ("length", 100)
+    assert other.stats().generation_tokens < 100
+
+
+async def test_an_answer_that_had_begun_waits_a_while_for_a_replica_that_comes_up(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.sock", tmp_path / "b.sock"
+    engine = RemoteEngine("model")
+    async with replica(first, EchoEngine(delay_s=0.02)):
+        await engine.refresh([first])
+        deltas = engine.generate(ask("a", ignore_eos=True, max_tokens=30))
+        begun = [await anext(deltas)]
+    waiting = asyncio.create_task(rest_of(deltas))
+    await until(lambda: not engine.ready)
+    assert not waiting.done()
+    async with replica(second, EchoEngine()):
+        await engine.refresh([second])
+        rest = await waiting
+    await engine.close()
+    assert sum(len(delta.text.split()) for delta in begun + rest) == 30
+
+
+async def test_an_answer_that_can_not_go_on_ends_cleanly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody comes up in time; or its tokens were told with more than their text, which another replica might tell otherwise."""
+    monkeypatch.setattr(remote_module, "RESUME_WAIT_S", 0.2)
+    first, second = tmp_path / "a.sock", tmp_path / "b.sock"
+    cases: list[tuple[list[Path], dict[str, Any]]] = [([first], {}), ([first, second], {"certainty": True})]
+    for others, sampling in cases:
+        async with replica(second, EchoEngine()):
+            async with replica(first, EchoEngine(delay_s=0.02)):
+                engine = RemoteEngine("model")
+                await engine.refresh([first])
+                deltas = engine.generate(ask("a", ignore_eos=True, max_tokens=1000, **sampling))
+                await anext(deltas)
+                await engine.refresh(others)
+            with pytest.raises(EngineUnavailable):
+                await rest_of(deltas)
+            await engine.close()
+
+
+async def rest_of(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
+    return [delta async for delta in deltas]
 
 
 async def test_a_full_replica_sends_the_request_on_and_full_everywhere_is_overload(tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def test_the_bench_runs_on_the_example_and_writes_what_it_found(tmp_path: Path) 
         str(tmp_path / "p.png"),
     ]
     result = CliRunner().invoke(app, ["bench", "engine", *options, *parts])
+    assert isinstance(result.exception, SystemExit | None), result.exception
     assert result.exit_code in (0, 1), result.output  # bars are for quiet machines
     names = {each["name"] for each in json.loads((tmp_path / "r.json").read_text())["results"]}
     assert {"int8, 2 streams: output", "first token, cached / cold", "scheduling, 64 running"} <= names

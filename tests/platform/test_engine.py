@@ -395,3 +395,32 @@ async def test_a_request_that_is_still_being_read_when_the_engine_ends_is_told_s
     ended.set()
     with pytest.raises(ShuttingDown):
         await asyncio.wait_for(task, 10)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"ignore_eos": True},
+        {"temperature": 1.0, "top_p": 0.9, "seed": 11, "ignore_eos": True},
+        {"frequency_penalty": 1.0, "ignore_eos": True},
+        {"stop": ("never", chr(0x100 + 77) + chr(0x100 + 78))},
+    ],
+)
+async def test_an_answer_goes_on_elsewhere_as_it_would_have(folder: Path, sampling: dict[str, Any]) -> None:
+    prompt = prompts(2)[1]
+    here, there = build(folder), build(folder)
+    whole = await answer(here, ask("whole", prompt, **sampling))
+    for cut in (1, 7, len(whole) - 1):
+        begun = whole[:cut]
+        ids = tuple(token for delta in begun for token in delta.ids)
+        sent = sum(len(delta.text) for delta in begun)
+        asked = replace(ask(f"rest {cut}", prompt, **sampling), resume=ids, sent=sent)
+        rest = await answer(there, asked)
+        assert "".join(delta.text for delta in begun + rest) == "".join(delta.text for delta in whole)
+        assert (rest[-1].finish_reason, rest[-1].usage and rest[-1].usage.completion_tokens) == (
+            whole[-1].finish_reason,
+            whole[-1].usage and whole[-1].usage.completion_tokens,
+        )
+    assert there.stats().kv_blocks_used == 0
+    await here.close()
+    await there.close()

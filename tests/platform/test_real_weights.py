@@ -12,7 +12,7 @@ import torch
 
 from gearshift.platform.config import Model
 from gearshift.platform.engine.bridge import AsyncEngine
-from gearshift.platform.engine.local import chat_encoder, load_engine
+from gearshift.platform.engine.local import chat_encoder, load_engine, request_encoder
 from gearshift.platform.errors import InvalidRequest
 from gearshift.platform.request import Message, Request, SamplingParams
 from gearshift.platform.weights import source
@@ -84,10 +84,10 @@ def test_messages_that_a_chat_template_refuses_are_a_clear_error(smollm: Weights
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm.path)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InvalidRequest, match="roles must alternate"):
-        chat_encoder(tokenizer)(Request("x", (Message("user", "hi"),)))
+        chat_encoder(tokenizer)((Message("user", "hi"),))
     for prompt, said in (("", "no token"), ((5, 10**6), "no token 1000000")):
         with pytest.raises(InvalidRequest, match=said):
-            chat_encoder(tokenizer)(Request("x", (), prompt=prompt))
+            request_encoder(tokenizer)(Request("x", (), prompt=prompt))
 
 
 def test_the_conversion_kept_what_the_gguf_lost() -> None:
