@@ -225,6 +225,7 @@ def _member(member: registry.Member) -> JsonObject:
             "kv_usage": round(used / total, 4) if total else 0.0,
             "kv_blocks_used": used,
             "prefix_hit_rate": round(hits / queries, 4) if queries else 0.0,
+            "queued_tokens": stats.queued_tokens,
             "steps": stats.steps,
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.generation_tokens,

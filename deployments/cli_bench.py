@@ -195,6 +195,21 @@ def evaluation(
     _finish(report, json_file)
 
 
+@app.command("replicas")
+def replicas(
+    repeats: Repeats = 3,
+    memory: Annotated[str, typer.Option(help="Of each replica's cache; 64MiB holds half of the beginnings.")] = "64MiB",
+    json_file: JsonFile = None,
+) -> None:
+    """Measure what it is worth to send a prompt where its beginning is held: 8 beginnings of 512 tokens, 3 replicas."""
+    from gearshift.deployments.bench_replicas import run_replicas_bench
+
+    report = Report("replicas")
+    with bars(err) as progress:
+        run_replicas_bench(repeats, memory, report, progress)
+    _finish(report, json_file)
+
+
 def _finish(report: Report, json_file: Path | None) -> None:
     report.show(out)
     if json_file is not None:

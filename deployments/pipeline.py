@@ -180,7 +180,17 @@ class Pipeline:
         def ask(choice: int, wished: SamplingParams) -> AsyncGenerator[Delta, None]:
             name = f"{call.id}-{choice}" if choice else call.id
             turns, prompt = (messages, None) if not call.body.raw else ((), call.body.token_ids or messages[0].content)
-            request = Request(name, turns, wished, record.tenant, call.body.service, salt, trace, prompt)
+            request = Request(
+                id=name,
+                messages=turns,
+                sampling=wished,
+                tenant=record.tenant,
+                service=call.body.service,
+                cache_salt=salt,
+                trace=trace,
+                prompt=prompt,
+                session=call.body.prompt_cache_key or "",
+            )
             return self._engines[model].generate(request)
 
         if verify is not None:

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
+from gearshift.deployments.balance import CHARS_PER_TOKEN, CHUNK, Choose, Held, Option, chain, choose, prompt_tokens
 from gearshift.deployments.wire import Abort, Draining, Failed, Outbox, Piece, Stats, Submit, read_to_gateway
 from gearshift.platform.engine.inbox import Inbox, read
 from gearshift.platform.errors import EngineUnavailable, GearshiftError, Overloaded
@@ -35,6 +36,9 @@ class Replica:
         self.stats = EngineStats()
         self.draining = False
         self.connected = True
+        self.held = Held()
+        self._since: dict[str, int] = {}
+        """Tokens of each request that we sent since it last told what is queued, and that has not begun."""
 
     @classmethod
     async def connect(cls, path: Path) -> Replica:
@@ -44,10 +48,16 @@ class Replica:
     def usable(self) -> bool:
         return self.connected and not self.draining
 
-    @property
-    def load(self) -> int:
-        """Requests there: what it last told, or what we know we sent since."""
-        return max(len(self._streams), self.stats.running + self.stats.waiting)
+    def option(self, hashes: Sequence[bytes]) -> Option:
+        """What it has to do, by what it last told and what we know we sent since."""
+        matched = self.held.matched(hashes) * CHUNK // CHARS_PER_TOKEN
+        streams = max(len(self._streams), self.stats.running + self.stats.waiting)
+        return Option(self.stats.queued_tokens + sum(self._since.values()), matched, streams)
+
+    def took(self, request: Request, hashes: Sequence[bytes], tokens: int) -> None:
+        """The request goes there, and so many tokens of it are not held there."""
+        self._since[request.id] = tokens
+        self.held.add(hashes, self.stats.kv_tokens_total)
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         if not self.connected:
@@ -77,6 +87,7 @@ class Replica:
     def _take(self, message: Piece | Failed | Stats | Draining) -> None:
         match message:
             case Piece(request_id, delta):
+                self._since.pop(request_id, None)
                 inbox = self._streams.pop(request_id, None) if delta.finish_reason else self._streams.get(request_id)
                 if inbox is not None:
                     inbox.put_nowait(delta)
@@ -85,6 +96,7 @@ class Replica:
                     inbox.put_nowait(message.exception())
             case Stats(stats):
                 self.stats = stats
+                self._since.clear()
             case Draining():
                 self.draining = True
 
@@ -106,7 +118,7 @@ class SoFar:
     reads like a prompt. With the seed that the request came with or was given, it goes on as the first would have."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
+        self.request = request
         self._ids: list[int] = []
         self._chars = 0
         self.started = False
@@ -117,13 +129,13 @@ class SoFar:
         self.started = True
         self._ids += delta.ids
         self._chars += 0 if delta.echo else len(delta.text)
-        sampling = self._request.sampling
+        sampling = self.request.sampling
         self.lost |= len(delta.ids) < delta.tokens or sampling.certainty or sampling.logprobs is not None or delta.echo
 
     def rest(self) -> Request:
         if not self.started:
-            return self._request
-        return replace(self._request, resume=tuple(self._ids), sent=self._chars)
+            return self.request
+        return replace(self.request, resume=tuple(self._ids), sent=self._chars)
 
 
 class RemoteEngine:
@@ -132,8 +144,9 @@ class RemoteEngine:
     A request whose replica is lost moves on to another one, also when it has begun; so does one that found it full.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, choose: Choose = choose) -> None:
         self._model = model
+        self._pick = choose
         self._replicas: dict[Path, Replica] = {}
 
     @property
@@ -158,7 +171,8 @@ class RemoteEngine:
         tried: set[Replica] = set()
         so_far = SoFar(request)
         failure: GearshiftError = EngineUnavailable("No replica of this model is up.", retry_after_s=RETRY_AFTER_S)
-        while (replica := await self._next(tried, so_far)) is not None:
+        hashes = chain(request) if len(self._replicas) > 1 else []
+        while (replica := await self._next(tried, so_far, hashes)) is not None:
             tried.add(replica)
             try:
                 async with aclosing(replica.generate(so_far.rest())) as deltas:
@@ -172,10 +186,10 @@ class RemoteEngine:
                 failure = error
         raise failure
 
-    async def _next(self, tried: set[Replica], so_far: SoFar) -> Replica | None:
+    async def _next(self, tried: set[Replica], so_far: SoFar, hashes: Sequence[bytes]) -> Replica | None:
         """A replica that was not tried. One that is begun and lost is worth a wait for a replica that comes up."""
         deadline = time.monotonic() + (RESUME_WAIT_S if so_far.started else 0.0)
-        while (replica := self._choose(tried)) is None and time.monotonic() < deadline:
+        while (replica := self._choose(tried, so_far.request, hashes)) is None and time.monotonic() < deadline:
             await asyncio.sleep(RESUME_LOOK_S)
         if replica is not None and so_far.started:
             RESUMED.labels(self._model).inc()
@@ -191,9 +205,13 @@ class RemoteEngine:
         for replica in self._replicas.values():
             replica.close()
 
-    def _choose(self, tried: set[Replica]) -> Replica | None:
-        """The less loaded of two picked at random (Mitzenmacher 2001, "the power of two choices")."""
-        usable = [replica for replica in self._replicas.values() if replica.usable and replica not in tried]
+    def _choose(self, tried: set[Replica], request: Request, hashes: Sequence[bytes]) -> Replica | None:
+        usable = {p: each for p, each in self._replicas.items() if each.usable and each not in tried}
         if not usable:
             return None
-        return min(random.sample(usable, min(2, len(usable))), key=lambda replica: replica.load)
+        replicas, tokens = list(usable.values()), prompt_tokens(request)
+        options = [replica.option(hashes) for replica in replicas]
+        key = request.session.encode() or (hashes[0] if hashes else random.randbytes(8))
+        place = self._pick(options, tokens, list(usable), key)
+        replicas[place].took(request, hashes, max(0, tokens - options[place].matched))
+        return replicas[place]

@@ -75,6 +75,8 @@ class Request:
     """Tokens of the answer that another engine generated before it was lost: the answer goes on after them."""
     sent: int = 0
     """Characters of the answer that need not be sent again."""
+    session: str = ""
+    """Requests of one session go to the same replica where nothing speaks against it."""
     seed: int | None = None
     """Drawn for a request that has none of its own, so that its answer goes on as it would have."""
 
@@ -137,6 +139,10 @@ class EngineStats:
     aborted: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    queued_tokens: int = 0
+    """Known tokens that are still to be computed, of all that run and wait."""
+    kv_tokens_total: int = 0
+    """That fit into the cache."""
     dispersion: float = 0.0
     """Weighted tokens between the most and the least served of the tenants that wait."""
 

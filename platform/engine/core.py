@@ -85,6 +85,8 @@ class EngineCore:
             aborted=self._aborted,
             prefix_queries=pool.queries,
             prefix_hits=pool.hits,
+            queued_tokens=scheduler.queued_tokens,
+            kv_tokens_total=pool.capacity,
             dispersion=scheduler.dispersion,
         )
 

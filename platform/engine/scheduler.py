@@ -78,6 +78,12 @@ class Scheduler:
         return sum(map(len, self.queues.values()))
 
     @property
+    def queued_tokens(self) -> int:
+        """Of prompts, that are still to be computed; each running stream's next token is none."""
+        waiting = sum(sequence.num_tokens for queue in self.queues.values() for sequence in queue)
+        return waiting + sum(sequence.remaining - 1 for sequence in self.running)
+
+    @property
     def dispersion(self) -> float:
         """Weighted tokens between the most and the least served of the tenants that wait, in the worse class."""
         return max(queue.dispersion for queue in self.queues.values())

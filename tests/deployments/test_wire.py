@@ -170,6 +170,24 @@ async def test_a_full_replica_sends_the_request_on_and_full_everywhere_is_overlo
     assert sum(isinstance(result, Overloaded) for result in results) == 2
 
 
+async def test_what_begins_the_same_goes_where_it_was_and_a_long_queue_sends_it_elsewhere(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.sock" for name in "abc"]
+    engines = [EchoEngine(delay_s=0.01) for _ in paths]
+    async with (
+        replica(paths[0], engines[0]),
+        replica(paths[1], engines[1]),
+        replica(paths[2], engines[2]),
+        remote(*paths) as engine,
+    ):
+        for n in range(12):
+            await answer(engine, ask(f"s{n}", "The same long beginning. " * 40 + f"And {n}", max_tokens=1))
+        used = [each.stats().prompt_tokens > 0 for each in engines]
+        assert used.count(True) == 1
+        await asyncio.gather(*(answer(engine, ask(f"m{n}", f"{n} other. " * 200, max_tokens=20)) for n in range(30)))
+        counts = [each.stats().prompt_tokens for each in engines]
+    assert min(counts) > 0.5 * max(counts)
+
+
 async def test_a_draining_replica_finishes_and_gets_nothing_new(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     async with replica(path, EchoEngine(delay_s=0.05)) as server, remote(path) as engine:
