@@ -229,7 +229,13 @@ def keys_new(as_json: JsonOption = False) -> None:
     err.print("Give the key to the tenant; put the hash under tenants.NAME.keys in the config.", style="dim")
 
 
-for command in (cli_revision.plan_file, cli_revision.apply, cli_revision.diff, cli_revision.rollback):
+for command in (
+    cli_revision.plan_file,
+    cli_revision.apply,
+    cli_revision.scale,
+    cli_revision.diff,
+    cli_revision.rollback,
+):
     app.command(command.__name__.removesuffix("_file"))(command)
 app.command("releases")(cli_experiment.releases)
 app.command("history")(cli_revision.history)

@@ -1,4 +1,4 @@
-"""`gearshift plan`, `apply`, `history`, `diff`, `rollback`: configs of a running deployment, as revisions."""
+"""`gearshift plan`, `apply`, `scale`, `history`, `diff`, `rollback`: configs of a running deployment, as revisions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gearshift.deployments.files import check_files
 from gearshift.deployments.plan import Plan, plan
 from gearshift.platform import config_file
 from gearshift.platform.config import Config
-from gearshift.platform.errors import GearshiftError
+from gearshift.platform.errors import GearshiftError, NotFound
 
 File = Annotated[Path, typer.Argument(help="Deployment config.")]
 TIMEOUT_S = 900.0
@@ -46,6 +46,24 @@ def apply(
     if planned.empty:
         return
     body = {"config": json.loads(config.model_dump_json()), "based_on": based_on, "why": why}
+    begun = client.admin(admin_url, "POST", "/admin/revisions", body, who())
+    _follow(admin_url, begun["number"], wait)
+
+
+def scale(
+    model: Annotated[str, typer.Argument(help="A model of the config.")],
+    replicas: Annotated[int, typer.Argument(min=1, help="How many replicas it shall have.")],
+    why: Why = "",
+    admin_url: AdminUrl = DEFAULT_ADMIN_URL,
+    wait: Annotated[bool, typer.Option(help="Wait until they serve, or it is undone.")] = True,
+) -> None:
+    """Give a model more or fewer replicas. Those that stay are not touched; those that go finish what they have begun."""
+    serving = client.admin(admin_url, "GET", "/admin/revisions")["head"]["serving"]
+    config = client.admin(admin_url, "GET", f"/admin/revisions/{serving}")["config"]
+    if model not in config["models"]:
+        raise NotFound(f"There is no model {model!r}; there are: {', '.join(config['models'])}.")
+    config["models"][model]["replicas"] = replicas
+    body = {"config": config, "based_on": serving, "why": why or f"{model} at {replicas} replicas"}
     begun = client.admin(admin_url, "POST", "/admin/revisions", body, who())
     _follow(admin_url, begun["number"], wait)
 

@@ -39,8 +39,8 @@ class Plan:
 
 def engine_key(config: Config, name: str) -> str:
     """Which engine serves a model, as NAME@DIGEST: another one as soon as anything of it changes but the number of its
-    replicas. It is what engine processes call their instance."""
-    settings = config.models[name].model_dump(mode="json", exclude={"replicas"})
+    replicas and what it is asked first. It is what engine processes call their instance."""
+    settings = config.models[name].model_dump(mode="json", exclude={"replicas", "warm_up"})
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4).hexdigest()
     return f"{name}@{digest}"
 
@@ -93,7 +93,8 @@ def _short(value: Any) -> str:
 
 def _memory(instance: str, model: Model) -> str:
     """Roughly; weights that are not on this machine yet are not known."""
-    each = f"{instance}: {model.replicas} × "
+    ranks = f"{model.tensor_parallel} ranks of which each has a share of " if model.tensor_parallel > 1 else ""
+    each = f"{instance}: {model.replicas} × {ranks}"
     kv = model.kv_cache_memory
     if model.source is None:
         return f"{each}nothing to speak of"
@@ -101,7 +102,7 @@ def _memory(instance: str, model: Model) -> str:
     if found is None:
         return f"{each}its weights, which are not here yet, and {_mib(kv)} of KV cache"
     files = sum(file.stat().st_size for file in found.path.glob("*.safetensors"))
-    return f"{each}about {_mib(files * PACKED[model.quantization])} of weights and {_mib(kv)} of KV cache"
+    return f"{each}about {_mib(files * PACKED[model.quantization])} of weights and {_mib(kv * model.tensor_parallel)} of KV cache"
 
 
 def _mib(count: float) -> str:

@@ -10,7 +10,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +21,14 @@ from gearshift.deployments import registry
 from gearshift.deployments.files import check_files
 from gearshift.deployments.plan import engine_key, instances_of, plan
 from gearshift.deployments.ranks import CPU_SHARE, bundles
+from gearshift.deployments.remote import RemoteEngine
 from gearshift.deployments.replicas import EngineReplica, EvaluatorReplica, GatewayReplica, Place
 from gearshift.deployments.revisions import Revisions, dumped
 from gearshift.platform.cache.embedded import EmbeddedRedis
 from gearshift.platform.cache.store import StoreAway
-from gearshift.platform.config import Config
+from gearshift.platform.config import Config, WarmUp
 from gearshift.platform.errors import ConfigError, GearshiftError
+from gearshift.platform.request import Message, Request, SamplingParams
 from gearshift.platform.weights import source
 from gearshift.platform.weights.source import Progress, Weights
 
@@ -35,6 +38,8 @@ Answer = TypeVar("Answer")
 READY_TIMEOUT_S = 300.0
 TAKE_OVER_TIMEOUT_S = 60.0
 ASK_TIMEOUT_S = 5.0
+WARM_UP_TIMEOUT_S = 120.0
+SHOWN_CHARS = 80
 GATEWAY_APP = "gateway"
 MODEL_APP = "model-"
 REPLICA_ENV = {
@@ -100,8 +105,9 @@ def engine_targets(config: Config, weights: dict[str, Weights], place: Place, en
             actor["num_cpus"] = CPU_SHARE
             options |= {"placement_group_bundles": bundles(model), "placement_group_strategy": model.placement}
         engine = serve.deployment(EngineReplica, ray_actor_options=actor, **options)
+        engine = engine.options(version=key, _internal=True)  # the same engine: only its number of replicas changes
         path = weights[name].path if name in weights else None
-        settings = model.model_copy(update={"replicas": 1})  # their number starts nothing anew
+        settings = model.model_copy(update={"replicas": 1, "warm_up": []})  # these start nothing anew
         app = engine.bind(settings, name, key, path, place)
         targets[key] = serve.RunTarget(app, name=f"{MODEL_APP}{key}", route_prefix=None)
     return targets
@@ -217,6 +223,7 @@ class Deployment:
         engines = engine_targets(config, self.weights, self.place, self._env)
         self._run([*engines.values(), *service_targets(config, revision, self.weights, self.place, self._env)])
         self._progress("starting replicas", 1, 1)
+        self._warm_up(config, list(engines))
         self._wait_until_ready()
         self.ask(lambda revisions: revisions.finish(revision))
         return config, revision
@@ -304,6 +311,7 @@ class Deployment:
                 key for key in has if key not in had or _replicas(self.config, had, key) != _replicas(new, has, key)
             ]
             self._run([targets[key] for key in changed])
+            self._warm_up(new, [key for key in has if key not in had])
             self._on_step("prepared")
             self.ask(lambda revisions: revisions.activate(number, revisions_of(new, weights)))
             self._on_step("activated")
@@ -317,6 +325,13 @@ class Deployment:
         self._on_step("finished")
         self._delete(key for key in instances_of(old) if key not in has)
         self._on_step("retired")
+
+    def _warm_up(self, config: Config, keys: Sequence[str]) -> None:
+        """Asks engines that are new what they have to know. Raises `StartFailed`."""
+        instances = instances_of(config)
+        wanted = {key: config.models[instances[key]].warm_up for key in keys if config.models[instances[key]].warm_up}
+        if wanted:
+            asyncio.run(warm_up(self.place, wanted))
 
     def _undo(self, problem: str, started: list[str]) -> None:
         log.error("revision undone: %s", problem)
@@ -368,6 +383,39 @@ class Deployment:
         if self._redis is not None:
             self._redis.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def warm_up(place: Place, wanted: Mapping[str, Sequence[WarmUp]]) -> None:
+    """Raises `StartFailed` for the first engine that does not answer as expected."""
+    store = place.store(ASK_TIMEOUT_S)
+    try:
+        members = await registry.members(store)
+    finally:
+        await store.close()
+    for key, questions in wanted.items():
+        engine = RemoteEngine(key)
+        await engine.refresh(Path(member.address) for member in members if member.model == key)
+        try:
+            for number, question in enumerate(questions):
+                await _ask(engine, key, number, question)
+        finally:
+            await engine.close()
+
+
+async def _ask(engine: RemoteEngine, key: str, number: int, question: WarmUp) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=question.max_tokens)
+    request = Request(f"warm-up-{number}", (Message("user", question.ask),), sampling)
+    try:
+        async with asyncio.timeout(WARM_UP_TIMEOUT_S), aclosing(engine.generate(request)) as deltas:
+            said = "".join([delta.text async for delta in deltas])
+    except (GearshiftError, TimeoutError) as error:
+        problem = str(error) or type(error).__name__
+        raise StartFailed(f"{key} does not answer its warm-up question {question.ask!r}: {problem}") from error
+    if question.expect is not None and question.expect.lower() not in said.lower():
+        raise StartFailed(
+            f"{key} answers its warm-up question {question.ask!r} with {said[:SHOWN_CHARS]!r}, which does not contain "
+            f"{question.expect!r}"
+        )
 
 
 def check_environment(config: Config) -> None:

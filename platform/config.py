@@ -39,6 +39,15 @@ class Echo(Section):
     """Seconds between two words."""
 
 
+class WarmUp(Section):
+    """A question that an engine has to answer before any traffic goes there."""
+
+    ask: str
+    expect: str | None = None
+    """What the answer has to contain, in any case; unset takes any answer."""
+    max_tokens: Count = 32
+
+
 class Model(Section):
     """A version of weights and how its engine runs. Exactly one of `source`, `upstream`, `echo`."""
 
@@ -80,6 +89,8 @@ class Model(Section):
     """Keep KV blocks of finished requests and share them with prompts of the same tenant that begin the same."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 64
     replicas: Count = 1
+    warm_up: list[WarmUp] = []
+    """Asked of every new version, greedily; one that does not answer as expected never serves."""
 
     @field_validator("kv_cache_memory", mode="before")
     @classmethod

@@ -127,7 +127,7 @@ def content_of(config: Config, release: str) -> str:
     pinned = config.releases[release]
     parts = [
         pinned.sampling.model_dump(mode="json"),
-        config.models[pinned.model].model_dump(mode="json", exclude={"replicas"}),
+        config.models[pinned.model].model_dump(mode="json", exclude={"replicas", "warm_up"}),
         config.prompts[pinned.prompt].model_dump(mode="json"),
         config.policies[pinned.policy].model_dump(mode="json"),
     ]

@@ -24,6 +24,7 @@ import pytest
 
 from gearshift.deployments.admin import before
 from gearshift.deployments.plan import engine_key, plan
+from gearshift.deployments.registry import members
 from gearshift.deployments.revisions import Revision, Revisions, dumped
 from gearshift.platform import config_file
 from gearshift.platform.cache.embedded import EmbeddedRedis
@@ -245,6 +246,9 @@ redis: {{url: "{redis_server.url}", namespace: {namespace}}}
     faster = config_file.parse(
         text.replace("delay_s: 0.02", "delay_s: 0.015").replace("{p: {}}", "{p: {system: Be kind.}}") + shared
     )
+    wider = config_file.parse(faster.model_dump_json().replace('"replicas":1', '"replicas":3', 1))
+    asked = '{delay_s: 0.01}, max_queued_requests: 256, warm_up: [{ask: Say hi, expect: "no"}]}'
+    wrong = config_file.parse(text.replace("{delay_s: 0.02}, max_queued_requests: 256}", asked) + shared)
     url, words = f"http://127.0.0.1:{port}", " ".join(f"w{n}" for n in range(60))
     done = False
 
@@ -271,14 +275,30 @@ redis: {{url: "{redis_server.url}", namespace: {namespace}}}
         revisions = Revisions(store)
         clients = [pool.submit(client, number) for number in range(8)]
         try:
-            for config, outcome, serving in ((broken, "undone", 1), (faster, "applied", 3)):
-                await revisions.begin(config, 1, "test", "", "apply")
+            stood: list[set[int]] = []
+            for config, outcome, serving in (
+                (broken, "undone", 1),
+                (wrong, "undone", 1),
+                (faster, "applied", 4),
+                (wider, "applied", 5),
+                (faster, "applied", 6),
+            ):
+                await revisions.begin(config, (await revisions.head()).serving, "test", "", "apply")
                 async with asyncio.timeout(180):
                     while not (await revisions.head()).settled:
                         await asyncio.sleep(0.05)
                 head = await revisions.head()
                 assert (head.outcome, head.serving, head.active) == (outcome, serving, serving)
                 assert bool(head.problem) == (outcome == "undone")
+                if config is wrong:
+                    assert (
+                        "answers its warm-up question 'Say hi' with 'Say hi', which does not contain 'no'"
+                        in head.problem
+                    )
+                stood.append(await pids(store, engine_key(faster, "m")))
+            async with asyncio.timeout(60):
+                while len(left := await pids(store, engine_key(faster, "m"))) > 1:
+                    await asyncio.sleep(0.1)
             await asyncio.sleep(2)
         finally:
             done = True
@@ -286,3 +306,10 @@ redis: {{url: "{redis_server.url}", namespace: {namespace}}}
         await store.close()
     assert sum(begun for begun, _ in counts) > 20
     assert all(begun == whole for begun, whole in counts)
+    assert (len(stood[2]), len(stood[3])) == (1, 3)
+    assert stood[3] > stood[2]  # more replicas beside the one that stays
+    assert left < stood[3]
+
+
+async def pids(store: Store, key: str) -> set[int]:
+    return {each.pid for each in await members(store) if each.model == key}
