@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 # Installs the CPU build of torch unless told otherwise, e.g. `make setup TORCH=torch==2.13.0+cu130`.
 TORCH ?= torch==2.13.0
 
-.PHONY: help setup serve test test-fast lint bench bench-engine wheel clean
+.PHONY: help setup serve test test-fast chaos lint bench bench-engine wheel clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -25,6 +25,9 @@ test: setup      ## all tests, with real Ray, Redis and weights
 
 test-fast: setup ## the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow and not e2e"
+
+chaos: setup     ## kill processes under load for CHAOS_SECONDS (120): is every request accounted for?
+	$(BIN)/python -m pytest -m chaos
 
 lint: setup      ## style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -94,7 +94,8 @@ def create_admin_app(serving: Callable[[], Config], store: Store, environ: Mappi
             "applying": 0 if head.settled else head.target,
             "version": __version__,
             "uptime_s": round(time.time() - started, 1),
-            "gateways": [_member(member) for member in members if not member.model],
+            "problem": head.problem if head.outcome == "undone" else "",
+            "gateways": [_member(m) | {"ttft": _ttft(m.ttft)} for m in members if not m.model],
             "engines": [_member(member) for member in members if member.model not in ("", registry.EVALUATOR)],
             "evaluators": [_member(member) for member in members if member.model == registry.EVALUATOR],
             "tiers": {name: _tier(serving(), snapshot, name) for name in serving().tiers},
@@ -234,6 +235,10 @@ def _member(member: registry.Member) -> JsonObject:
             "ranks": [member.pid, *member.ranks],
         }
     return shown
+
+
+def _ttft(seen: registry.Ttft) -> JsonObject:
+    return {"p50_s": seen.p50, "p99_s": seen.p99, "count": seen.count}
 
 
 def _tier(config: Config, snapshot: Snapshot, name: str) -> JsonObject:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from gearshift import __version__
 from gearshift.deployments import cli_bench, cli_eval, cli_experiment, cli_revision, cli_router, client
@@ -20,6 +24,7 @@ from gearshift.deployments.consoles import config_path, err, out
 from gearshift.deployments.files import check_files
 from gearshift.deployments.progress import bars
 from gearshift.deployments.revisions import dumped
+from gearshift.deployments.status_page import page
 from gearshift.platform.config import AUTO, Config
 from gearshift.platform.config_file import load
 from gearshift.platform.errors import GearshiftError
@@ -113,53 +118,28 @@ def chat(
 
 
 @app.command()
-def status(admin_url: AdminOption = DEFAULT_ADMIN_URL, as_json: JsonOption = False) -> None:
-    """Show what runs: replicas, queues, KV usage, which release serves which tier."""
+def status(
+    admin_url: AdminOption = DEFAULT_ADMIN_URL,
+    as_json: JsonOption = False,
+    watch: Annotated[
+        float | None, typer.Option(min=0.2, help="Show it again and again, so many seconds apart, until Ctrl-C.")
+    ] = None,
+) -> None:
+    """Show what runs: replicas, queues, KV usage, times to first token, which release serves which tier."""
     facts = client.admin(admin_url, "GET", "/admin/status")
     if as_json:
         out.print_json(data=facts)
         return
-    engines = Table(title="Engines", title_justify="left")
-    for column in (
-        "model",
-        "replica",
-        "pid",
-        "MiB",
-        "running",
-        "waiting",
-        "KV",
-        "prefix hits",
-        "tokens out",
-        "aborted",
-    ):
-        engines.add_column(column, justify="left" if column in ("model", "replica") else "right")
-    for each in facts["engines"]:
-        shares = [f"{each['kv_usage']:.0%}", f"{each['prefix_hit_rate']:.0%}"]
-        numbers = [each["pid"], each["rss_mib"], each["running"], each["waiting"], *shares]
-        row = [
-            each["model"],
-            each["name"].removeprefix(each["model"] + "-"),
-            *numbers,
-            each["generation_tokens"],
-            each["aborted"],
-        ]
-        engines.add_row(*(str(cell) for cell in row))
-    out.print(engines)
-    tiers = Table(title="Tiers", title_justify="left")
-    for column in ("tier", "served by"):
-        tiers.add_column(column)
-    for tier, served in facts["tiers"].items():
-        arms = ", ".join(f"{arm} {weight:g}" for arm, weight in served.get("arms", {}).items())
-        shown = f"experiment {served.get('experiment')} ({served.get('status')}): {arms}"
-        tiers.add_row(tier, served.get("release") or shown)
-    out.print(tiers)
-    gateways = ", ".join(f"{each['name']} (pid {each['pid']}, {each['rss_mib']} MiB)" for each in facts["gateways"])
-    out.print(f"Gateways: {gateways}.", highlight=False)
-    for alert in facts["alerts"]:
-        out.print(f"Alert: {alert}", style="red", highlight=False, markup=False)
-    applying = f" (revision {facts['applying']} is being applied)" if facts["applying"] else ""
-    uptime = f"up {facts['uptime_s']:.0f} s, version {facts['version']}"
-    out.print(f"Revision {facts['revision']}{applying}, epoch {facts['epoch']}, {uptime}.", highlight=False)
+    if watch is None:
+        out.print(page(facts), highlight=False)
+        return
+    with contextlib.suppress(KeyboardInterrupt), Live(page(facts), console=out, auto_refresh=False) as live:
+        while True:
+            time.sleep(watch)
+            try:
+                live.update(page(client.admin(admin_url, "GET", "/admin/status")), refresh=True)
+            except GearshiftError as error:  # it may be restarted just now
+                live.update(Text(error.message, style="red"), refresh=True)
 
 
 @models_app.command("list")

@@ -19,6 +19,14 @@ BEAT_S = 0.5
 STALE_S = 5.0
 
 
+class Ttft(msgspec.Struct, frozen=True, array_like=True):
+    """Times to first token of the last minute, in s, and of how many answers."""
+
+    p50: float = 0.0
+    p99: float = 0.0
+    count: int = 0
+
+
 class Member(msgspec.Struct, frozen=True):
     """One live process. `model` is the instance that an engine belongs to, and empty for a gateway; `address` is the path of
     an engine's socket; `revision` is what a gateway or an evaluator works by."""
@@ -33,6 +41,8 @@ class Member(msgspec.Struct, frozen=True):
     revision: int = 0
     ranks: tuple[int, ...] = ()
     """Pids of an engine's other ranks, which compute with it."""
+    ttft: Ttft = Ttft()
+    """Of a gateway."""
 
 
 async def beat(store: Store, member: Callable[[], Member]) -> None:
@@ -70,7 +80,9 @@ def here(
     stats: EngineStats | None = None,
     revision: int = 0,
     ranks: Sequence[int] = (),
+    ttft: Ttft = Ttft(),  # noqa: B008 -- frozen
 ) -> Member:
     """This process, now."""
-    rss = psutil.Process().memory_info().rss
-    return Member(name, model, address, os.getpid(), time.time(), rss, stats or EngineStats(), revision, tuple(ranks))
+    rss, now = psutil.Process().memory_info().rss, time.time()
+    stats = stats or EngineStats()
+    return Member(name, model, address, os.getpid(), now, rss, stats, revision, tuple(ranks), ttft)

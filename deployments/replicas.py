@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -235,7 +236,9 @@ class GatewayReplica:
         await self._pool.keep(key for each in (*self._retiring, self._serving) for key in each.keys.values())
 
     def _member(self) -> registry.Member:
-        return registry.here(self._name, revision=self._serving.revision)
+        return registry.here(
+            self._name, revision=self._serving.revision, ttft=registry.Ttft(*self._emitter.recent.told(time.time()))
+        )
 
     def check_health(self) -> None:
         """Called by Serve; raising has the replica replaced."""

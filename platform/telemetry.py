@@ -6,8 +6,10 @@ kept in this module alone), and `gearshift_*` for what is ours.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -254,6 +256,27 @@ def _exporter(config: Telemetry) -> SpanExporter | None:
     return ConsoleSpanExporter() if config.traces == "console" else None
 
 
+class Recent:
+    """Times to first token of the last minute, as far as a bounded number holds them."""
+
+    SECONDS, MOST = 60.0, 2000
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque(maxlen=self.MOST)
+
+    def add(self, at: float, seconds: float) -> None:
+        self._seen.append((at, seconds))
+
+    def told(self, now: float) -> tuple[float, float, int]:
+        """p50, p99 (nearest rank) and how many."""
+        while self._seen and self._seen[0][0] < now - self.SECONDS:
+            self._seen.popleft()
+        values = sorted(seconds for _, seconds in self._seen)
+        if not values:
+            return 0.0, 0.0, 0
+        return values[(len(values) - 1) // 2], values[math.ceil(0.99 * len(values)) - 1], len(values)
+
+
 class Emitter:
     """Owns the ways out: exporter, log of records, metrics."""
 
@@ -269,6 +292,7 @@ class Emitter:
             self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=500))
             self._tracer = self._provider.get_tracer("gearshift")
         self._propagator = TraceContextTextMapPropagator()
+        self.recent = Recent()
         self._records: IO[str] | None = None
         if config.records == "file":
             self._records = Path(config.records_path).open("a")  # noqa: SIM115 -- open as long as the process
@@ -293,6 +317,8 @@ class Emitter:
 
     def emit(self, record: Record, span: Span) -> None:
         record.ended_ns = time.time_ns()
+        if record.first_token_ns and record.status == 200:
+            self.recent.add(record.ended_ns / 1e9, (record.first_token_ns - record.started_ns) / 1e9)
         _count(record)
         if span.is_recording():
             self._trace(record, span)

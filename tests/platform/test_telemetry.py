@@ -16,7 +16,7 @@ from gearshift.deployments.exposition import metrics_page
 from gearshift.platform import telemetry
 from gearshift.platform.config import Telemetry
 from gearshift.platform.request import SamplingParams, Usage
-from gearshift.platform.telemetry import Emitter, Record, VerdictNote
+from gearshift.platform.telemetry import Emitter, Recent, Record, VerdictNote
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -104,6 +104,18 @@ def test_metrics_of_all_processes_are_added_and_a_dead_one_s_gauges_are_gone(
         assert victim.stdout is not None
         victim.stdout.close()
     assert "vllm:num_requests_running{" not in metrics_page()[0].decode()
+
+
+def test_recent_times_are_those_of_the_last_minute() -> None:
+    recent = Recent()
+    assert recent.told(0.0) == (0.0, 0.0, 0)
+    for n in range(1, 101):
+        recent.add(float(n), n / 100)
+    assert recent.told(60.0) == (0.5, 0.99, 100)
+    assert recent.told(110.5) == (0.75, 1.0, 50)
+    for _ in range(3000):
+        recent.add(200.0, 1.0)
+    assert recent.told(200.0)[2] == Recent.MOST
 
 
 def test_alert_rules_name_series_and_labels_that_there_are() -> None:
