@@ -13,12 +13,11 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from gearshift.deployments import canaries
+from gearshift.deployments import canaries, report
 from gearshift.deployments.canaries import Canaries
 from gearshift.deployments.control import Change, SnapshotBoard, SnapshotHolder
 from gearshift.deployments.judge import MOST_WAITING, Judge, chosen, pairs_of
@@ -440,7 +439,7 @@ class Evaluator:
         before = {name: evidence for name, (_, evidence) in deciding.items()}
         compared, decided = await asyncio.to_thread(lambda: (self._compared(seen), self._compared(before)))
         for name, (trial, evidence) in deciding.items():
-            page = self._experiment(name, trial, evidence, decided[name], None)
+            page = self._page(name, trial, evidence, decided[name])
             self.state.decided[name] = msgspec.json.encode(page)
         watched = await self._watched()
         pages = {}
@@ -448,35 +447,27 @@ class Evaluator:
             trial = trials[name]
             evidence = seen.get(name, Evidence(trial.period))
             self._track(name, evidence, compared.get(name, []))
-            pages[name] = self._experiment(name, trial, evidence, compared.get(name, []), decisions.get(name))
+            page = self._page(name, trial, evidence, compared.get(name, []))
+            known = self.state.decided.get(name) if trial.status == "rolled back" else None
+            pages[name] = page | {
+                "decided": msgspec.json.decode(known) if known else None,
+                "next": getattr(decisions.get(name), "why", ""),
+            }
         page = {
             "at": time.time(),
             "taken": self.state.taken,
             "experiments": pages,
-            "alerts": self._alerts(pages, decisions, watched),
+            "alerts": report.alerts(pages, decisions, watched, self.state.drift),
             "judged": self.state.judged,
-            "canaries": {name: _looked(each) for name, each in watched.items()},
+            "canaries": {name: report.looked(each) for name, each in watched.items()},
             "releases": {
-                name: {measure: _told(measure, tally) for measure, tally in tallies.items() if tally.count}
+                name: {measure: report.told(measure, tally) for measure, tally in tallies.items() if tally.count}
                 for name, tallies in self.state.releases.items()
             },
         }
         with contextlib.suppress(StoreAway):
             await self._store.hash_set(self._key, "report", msgspec.json.encode(page))
         self._next_report = time.monotonic() + max(REPORT_S, 9 * (time.monotonic() - begun))
-
-    def _alerts(
-        self, pages: Mapping[str, JsonObject], decisions: Mapping[str, Decision], watched: Mapping[str, Watched]
-    ) -> list[str]:
-        """What an operator should look at, a line each."""
-        found = [f"experiment {n}: worse: {d.why}" for n, d in decisions.items() if isinstance(d, Alert)]
-        found += [f"experiment {n}: sample ratio mismatch" for n, page in pages.items() if page["mismatch"] is not None]
-        found += [f"release {name}: {each.worse}" for name, each in watched.items() if each.worse]
-        found += [
-            f"release {name}: {each.failed} canaries had no answer" for name, each in watched.items() if each.failed
-        ]
-        drift = self.state.drift.items()
-        return found + [f"release {name} has drifted: {'; '.join(why.values())}" for name, why in drift if why]
 
     async def _watched(self) -> dict[str, Watched]:
         """What the canaries said; a Redis that is away is noticed elsewhere."""
@@ -490,43 +481,10 @@ class Evaluator:
         known = self._config.experiments
         return {name: ev.compare(plan_of(known[name]), each) for name, each in seen.items() if name in known}
 
-    def _experiment(
-        self, name: str, trial: Trial, evidence: Evidence, compared: list[Comparison], decision: Decision | None
-    ) -> JsonObject:
-        experiment = self._config.experiments[name]
-        plan = plan_of(experiment)
-        mismatch = ev.shares_differ(evidence, trial.weights) if evidence.period == trial.period else None
-        _gauge(name, evidence, mismatch)
-        decided = self.state.decided.get(name) if trial.status == "rolled back" else None
-        return {
-            "decided": msgspec.json.decode(decided) if decided and decision is not None else None,
-            "status": trial.status,
-            "stage": trial.stage,
-            "stages": experiment.rollout.stages if experiment.rollout else [],
-            "since": trial.since,
-            "period": trial.period,
-            "evidence_period": evidence.period,
-            "why": trial.why,
-            "next": getattr(decision, "why", ""),
-            "baseline": plan.baseline,
-            "unit": experiment.unit,
-            "alpha": experiment.alpha,
-            "guards": dict(experiment.guards),
-            "mismatch": mismatch,
-            "fallen": [[each.measure, each.arm] for each in ev.fallen(plan, evidence)] if not experiment.aa else [],
-            "arms": {
-                arm: {
-                    "weight": trial.weights.get(arm, 0.0),
-                    "exposures": evidence.arms.get(arm, Arm()).exposures,
-                    "shadows": evidence.arms.get(arm, Arm()).shadows,
-                    "units": evidence.arms.get(arm, Arm()).units,
-                    "unscored": {m: t.unscored for m, t in evidence.arms.get(arm, Arm()).tallies.items() if t.unscored},
-                }
-                for arm in arms_of(experiment)
-            },
-            "measures": [_shown(each) for each in compared],
-            "track": [list(point) for point in map(msgspec.to_builtins, self.state.tracks.get(name, []))],
-        }
+    def _page(self, name: str, trial: Trial, evidence: Evidence, compared: list[Comparison]) -> JsonObject:
+        page = report.experiment_page(self._config.experiments[name], trial, evidence, compared)
+        report.gauge(name, evidence, page["mismatch"])
+        return page | {"track": [list(point) for point in map(msgspec.to_builtins, self.state.tracks.get(name, []))]}
 
     def _track(self, name: str, evidence: Evidence, compared: list[Comparison]) -> None:
         """A point whenever a twentieth more has come."""
@@ -541,52 +499,9 @@ class Evaluator:
             track.clear()
         for each in compared:
             if each.verdict not in ("not measured", "too few"):
-                low, high = _finite(each.interval.low), _finite(each.interval.high)
+                low, high = report.finite(each.interval.low), report.finite(each.interval.high)
                 values = each.value, each.baseline_value, low, high
                 track.append(Point(evidence.last_at, count, each.measure, each.arm, *values))
         if len(track) > POINTS:
             counts = sorted({point.count for point in track})[::2]
             self.state.tracks[name] = [point for point in track if point.count in counts]
-
-
-def _gauge(name: str, evidence: Evidence, mismatch: float | None) -> None:
-    for arm, seen in evidence.arms.items():
-        telemetry.EXPERIMENT_EXPOSURES.labels(name, arm).set(seen.exposures)
-        for measure, tally in seen.tallies.items():
-            if tally.count:
-                telemetry.EXPERIMENT_VALUE.labels(name, arm, measure).set(ev.value_of(MEASURES[measure], tally))
-    telemetry.EXPERIMENT_MISMATCH.labels(name).set(float(mismatch is not None))
-
-
-def _shown(comparison: Comparison) -> dict[str, Any]:
-    shown = asdict(comparison)
-    for key in ("baseline_value", "value"):
-        shown[key] = _or_none(shown[key])
-    shown["interval"] = [_or_none(comparison.interval.low), _or_none(comparison.interval.high)]
-    shown["kind"] = MEASURES[comparison.measure].kind
-    shown["unit"] = MEASURES[comparison.measure].unit
-    return shown
-
-
-def _looked(watched: Watched) -> JsonObject:
-    asked = len(watched.last)
-    return {
-        "at": watched.at,
-        "rounds": watched.rounds,
-        "questions": asked,
-        "well": sum(watched.last.values()),
-        "failed": watched.failed,
-        "worse": watched.worse,
-    }
-
-
-def _told(measure: str, tally: Tally) -> JsonObject:
-    return {"value": _or_none(ev.value_of(MEASURES[measure], tally)), "count": tally.count, "unscored": tally.unscored}
-
-
-def _or_none(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None
-
-
-def _finite(value: float) -> float:
-    return max(-1e9, min(1e9, value))

@@ -11,7 +11,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,14 +20,13 @@ from gearshift.deployments import registry
 from gearshift.deployments.files import check_files
 from gearshift.deployments.plan import engine_key, instances_of, plan
 from gearshift.deployments.ranks import CPU_SHARE, bundles
-from gearshift.deployments.remote import RemoteEngine
 from gearshift.deployments.replicas import EngineReplica, EvaluatorReplica, GatewayReplica, Place
 from gearshift.deployments.revisions import Revisions, dumped
+from gearshift.deployments.warm_up import StartFailed, warm_up
 from gearshift.platform.cache.embedded import EmbeddedRedis
 from gearshift.platform.cache.store import StoreAway
-from gearshift.platform.config import Config, WarmUp
+from gearshift.platform.config import Config
 from gearshift.platform.errors import ConfigError, GearshiftError
-from gearshift.platform.request import Message, Request, SamplingParams
 from gearshift.platform.weights import source
 from gearshift.platform.weights.source import Progress, Weights
 
@@ -38,8 +36,6 @@ Answer = TypeVar("Answer")
 READY_TIMEOUT_S = 300.0
 TAKE_OVER_TIMEOUT_S = 60.0
 ASK_TIMEOUT_S = 5.0
-WARM_UP_TIMEOUT_S = 120.0
-SHOWN_CHARS = 80
 GATEWAY_APP = "gateway"
 MODEL_APP = "model-"
 REPLICA_ENV = {
@@ -50,12 +46,6 @@ ENGINE_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-
-
-class StartFailed(GearshiftError):
-    """The deployment did not come up. Seen by operators only."""
-
-    code = "start_failed"
 
 
 def fetch_weights(config: Config, progress: Progress) -> dict[str, Weights]:
@@ -331,7 +321,7 @@ class Deployment:
         instances = instances_of(config)
         wanted = {key: config.models[instances[key]].warm_up for key in keys if config.models[instances[key]].warm_up}
         if wanted:
-            asyncio.run(warm_up(self.place, wanted))
+            asyncio.run(warm_up(self.place.store(ASK_TIMEOUT_S), wanted))
 
     def _undo(self, problem: str, started: list[str]) -> None:
         log.error("revision undone: %s", problem)
@@ -383,39 +373,6 @@ class Deployment:
         if self._redis is not None:
             self._redis.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-async def warm_up(place: Place, wanted: Mapping[str, Sequence[WarmUp]]) -> None:
-    """Raises `StartFailed` for the first engine that does not answer as expected."""
-    store = place.store(ASK_TIMEOUT_S)
-    try:
-        members = await registry.members(store)
-    finally:
-        await store.close()
-    for key, questions in wanted.items():
-        engine = RemoteEngine(key)
-        await engine.refresh(Path(member.address) for member in members if member.model == key)
-        try:
-            for number, question in enumerate(questions):
-                await _ask(engine, key, number, question)
-        finally:
-            await engine.close()
-
-
-async def _ask(engine: RemoteEngine, key: str, number: int, question: WarmUp) -> None:
-    sampling = SamplingParams(temperature=0, max_tokens=question.max_tokens)
-    request = Request(f"warm-up-{number}", (Message("user", question.ask),), sampling)
-    try:
-        async with asyncio.timeout(WARM_UP_TIMEOUT_S), aclosing(engine.generate(request)) as deltas:
-            said = "".join([delta.text async for delta in deltas])
-    except (GearshiftError, TimeoutError) as error:
-        problem = str(error) or type(error).__name__
-        raise StartFailed(f"{key} does not answer its warm-up question {question.ask!r}: {problem}") from error
-    if question.expect is not None and question.expect.lower() not in said.lower():
-        raise StartFailed(
-            f"{key} answers its warm-up question {question.ask!r} with {said[:SHOWN_CHARS]!r}, which does not contain "
-            f"{question.expect!r}"
-        )
 
 
 def check_environment(config: Config) -> None:

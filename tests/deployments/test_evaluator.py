@@ -16,6 +16,7 @@ import pytest
 
 from gearshift.deployments.control import SnapshotBoard
 from gearshift.deployments.evaluator import Evaluator
+from gearshift.deployments.report import alerts
 from gearshift.eval import evidence as ev
 from gearshift.eval.evidence import Arm, Evidence, Tally
 from gearshift.eval.rollout import plan_of
@@ -310,9 +311,9 @@ async def test_a_release_that_drifts_is_an_alert_until_it_is_well_again(store: S
         assert list(judge.state.drift["small-v1"]) == ["valid", "empty"]
         noted = await judge._board.changes()
         assert [(each.experiment, each.what) for each in noted] == [("small-v1", "drift")]
-        assert judge._alerts({}, {}, {})[0].startswith("release small-v1 has drifted: valid 0.6")
+        assert alerts({}, {}, {}, judge.state.drift)[0].startswith("release small-v1 has drifted: valid 0.6")
         answers(500, 10)
-        assert judge._alerts({}, {}, {}) == []
+        assert alerts({}, {}, {}, judge.state.drift) == []
 
 
 async def test_the_time_when_only_the_baseline_served_narrows_what_comes_after(store: Store, base_config: str) -> None:

@@ -126,9 +126,8 @@ async def test_an_arm_in_the_shadow_is_asked_as_batch_work_and_seen_by_nobody(
         await ask(client, 3)  # from the cache
         await ask(client, 11)
         await until(lambda: arm(judge).shadows == 11)
-        page = judge._experiment(
-            "manners", judge.holder.current.trials["manners"], judge.state.evidence["manners"], [], None
-        )
+        trial, evidence = judge.holder.current.trials["manners"], judge.state.evidence["manners"]
+        page = judge._page("manners", trial, evidence, [])
     assert len(other.asked) == 11
     assert (page["mismatch"], page["arms"]["large-v2"]["shadows"]) == (None, 11)
 
