@@ -337,7 +337,9 @@ class EvaluatorReplica:
             lambda: Snapshot.of(config),
         )
         prober = Prober(pipeline, lambda: self._pool.away(keys))
-        connecting = asyncio.create_task(self._connect(keys))
+        evaluation = config.evaluation
+        asks = evaluation.judge is not None or evaluation.canaries is not None
+        connecting = asyncio.create_task(self._connect(keys if asks else {}))
         try:
             await Evaluator(config, self._store, self._reading, self._emitter, prober).run()
         finally:
@@ -345,7 +347,7 @@ class EvaluatorReplica:
 
     async def _connect(self, keys: Mapping[str, str]) -> None:
         """To the engines that it asks by itself, until cancelled."""
-        while True:
+        while keys:
             with contextlib.suppress(StoreAway):
                 await self._pool.connect(keys.values())
             await asyncio.sleep(registry.BEAT_S)
