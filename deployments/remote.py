@@ -24,6 +24,8 @@ RETRY_AFTER_S = 2.0
 RESUME_WAIT_S = 10.0
 """How long a stream that has begun waits for a replica to go on at."""
 RESUME_LOOK_S = 0.05
+MOST_RESUMES = 2
+"""Of one stream: if it is the request that brings engines down, it must not take all of them."""
 
 
 class Replica:
@@ -122,6 +124,7 @@ class SoFar:
         self._ids: list[int] = []
         self._chars = 0
         self.started = False
+        self.resumes = 0
         self.lost = False
         """It can't be gone on with: nobody told the tokens, or more than their text was told."""
 
@@ -181,7 +184,8 @@ class RemoteEngine:
                         yield delta
                 return
             except (EngineUnavailable, Overloaded) as error:
-                if so_far.lost:
+                so_far.resumes += so_far.started
+                if so_far.lost or so_far.resumes > MOST_RESUMES:
                     raise
                 failure = error
         raise failure

@@ -75,7 +75,7 @@ class Prompted(Generation):
 class CompletionRequest(Prompted):
     """Body of `POST /v1/completions`: one prompt, or several that are continued independently."""
 
-    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]  # type: ignore[assignment]
+    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]  # type: ignore[assignment]  # wider: `each` narrows it
 
     @model_validator(mode="after")
     def _one_stream(self) -> Self:

@@ -97,9 +97,10 @@ class AsyncEngine:
             return
         self._closing = True
         self._commands.put(None)
-        if self._loop is not None and not self._lost:
-            await asyncio.to_thread(self._thread.join)
-        self._core.close()
+        if not self._lost:  # else the thread may hang in a step, and the others are to be ended from outside
+            if self._loop is not None:
+                await asyncio.to_thread(self._thread.join)
+            self._core.close()
         self._fail_all(ShuttingDown("The model is shutting down."))
 
     def _start(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,18 @@ async def test_an_answer_that_can_not_go_on_ends_cleanly(tmp_path: Path, monkeyp
             with pytest.raises(EngineUnavailable):
                 await rest_of(deltas)
             await engine.close()
+
+
+async def test_a_stream_that_brings_one_engine_down_after_the_other_ends(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{n}.sock" for n in range(5)]
+    engines = [EchoEngine(fail_after=n + 1) for n in range(5)]
+    async with AsyncExitStack() as stack:
+        for path, each in zip(paths, engines, strict=True):
+            await stack.enter_async_context(replica(path, each))
+        engine = await stack.enter_async_context(remote(*paths))
+        with pytest.raises(EngineUnavailable):
+            await answer(engine, ask("a", "w " * 50))
+    assert sum(each.stats().prompt_tokens > 0 for each in engines) <= 1 + remote_module.MOST_RESUMES
 
 
 async def rest_of(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
