@@ -18,9 +18,10 @@ from pydantic import BaseModel, ConfigDict
 
 from gearshift import __version__
 from gearshift.deployments import registry
+from gearshift.deployments.autoscale import load_of
 from gearshift.deployments.control import SnapshotBoard
 from gearshift.deployments.files import check_files
-from gearshift.deployments.plan import plan
+from gearshift.deployments.plan import instances_of, plan
 from gearshift.deployments.replicas import Place
 from gearshift.deployments.revisions import Kind, Revision, Revisions
 from gearshift.platform import config_file
@@ -87,7 +88,8 @@ def create_admin_app(serving: Callable[[], Config], store: Store, environ: Mappi
 
     @app.get("/admin/status")
     async def status() -> JsonObject:
-        members, snapshot = await registry.members(store), await SnapshotBoard(store, serving()).read()
+        everybody, snapshot = await registry.everybody(store), await SnapshotBoard(store, serving()).read()
+        members = [member for member in everybody if not member.stage]
         head = await revisions.head()
         return {
             "revision": head.serving,
@@ -95,8 +97,10 @@ def create_admin_app(serving: Callable[[], Config], store: Store, environ: Mappi
             "version": __version__,
             "uptime_s": round(time.time() - started, 1),
             "problem": head.problem if head.outcome == "undone" else "",
-            "gateways": [_member(m) | {"ttft": _ttft(m.ttft)} for m in members if not m.model],
+            "gateways": [_member(member) for member in members if not member.model],
             "engines": [_member(member) for member in members if member.model not in ("", registry.EVALUATOR)],
+            "starting": [_starting(member) for member in everybody if member.stage],
+            "models": await _models(serving(), members, store),
             "evaluators": [_member(member) for member in members if member.model == registry.EVALUATOR],
             "tiers": {name: _tier(serving(), snapshot, name) for name in serving().tiers},
             "epoch": snapshot.epoch,
@@ -212,8 +216,17 @@ class AdminServer:
 
 def _member(member: registry.Member) -> JsonObject:
     shown: JsonObject = {"name": member.name, "pid": member.pid, "rss_mib": round(member.rss_bytes / 2**20)}
+    if member.node:
+        shown["node"] = member.node
     if member.revision:
         shown["revision"] = member.revision
+    if member.model != registry.EVALUATOR:
+        shown["ttft"] = {
+            "p50_s": member.ttft.p50,
+            "p95_s": member.ttft.p95,
+            "p99_s": member.ttft.p99,
+            "count": member.ttft.count,
+        }
     if member.model and member.model != registry.EVALUATOR:
         stats = member.stats
         used, total = stats.kv_blocks_used, stats.kv_blocks_total
@@ -237,8 +250,21 @@ def _member(member: registry.Member) -> JsonObject:
     return shown
 
 
-def _ttft(seen: registry.Ttft) -> JsonObject:
-    return {"p50_s": seen.p50, "p99_s": seen.p99, "count": seen.count}
+def _starting(member: registry.Member) -> JsonObject:
+    return {"name": member.name, "pid": member.pid, "node": member.node, "model": member.model, "stage": member.stage}
+
+
+async def _models(config: Config, members: Sequence[registry.Member], store: Store) -> JsonObject:
+    """Replicas that each model has and shall have, requests that wait for the first, and what its autoscaler did last."""
+    told = await store.hash_all(store.key("scales"))
+    found: JsonObject = {}
+    for key, name in instances_of(config).items():
+        load, scaling = load_of(key, members), config.models[name].autoscaling
+        found[name] = {"instance": key, "replicas": load.replicas, "held": load.held}
+        if scaling is not None:
+            found[name] |= {"min_replicas": scaling.min_replicas, "max_replicas": scaling.max_replicas}
+            found[name]["scaled"] = msgspec.json.decode(told[key]) if key in told else None
+    return found
 
 
 def _tier(config: Config, snapshot: Snapshot, name: str) -> JsonObject:

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import aclosing
-from pathlib import Path
 
 from gearshift.deployments import registry
 from gearshift.deployments.balance import Choose, Option, choose
@@ -86,13 +85,13 @@ async def _measure(
     store = deployment.place.store(5.0)
     members = [each for each in await registry.members(store) if each.model == engine_key(config, "smollm2")]
     await store.close()
-    paths = [Path(member.address) for member in members]
+    addresses = [member.address for member in members]
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in POLICIES}
     for repeat in range(repeats):
         for number, (name, policy) in enumerate(POLICIES.items()):
             progress("replicas", repeat * len(POLICIES) + number, repeats * len(POLICIES))
             engine = RemoteEngine("smollm2", policy)
-            await engine.refresh(paths)
+            await engine.refresh(addresses)
             found[name].append(await _run(engine, f"{repeat} {name}", random.Random(repeat)))
             await engine.close()
     progress("replicas", 1, 1)

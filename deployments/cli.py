@@ -63,7 +63,21 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command()
-def serve(config: ConfigArgument = None) -> None:
+def serve(
+    config: ConfigArgument = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Join the Ray cluster at HOST:PORT (or auto) instead of starting a local one; needs redis.url."
+        ),
+    ] = None,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep", help="With --address: leave the replicas when this ends; the next serve takes them over."
+        ),
+    ] = False,
+) -> None:
     """Serve a deployment until Ctrl-C: fetch weights, start Redis (unless configured), Ray and all replicas."""
     from gearshift.deployments.admin import AdminServer
     from gearshift.deployments.serve import Deployment
@@ -73,7 +87,7 @@ def serve(config: ConfigArgument = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _stop(stop))
     with bars(err) as progress:
-        deployment = Deployment(loaded, progress, who()["x-gearshift-who"])
+        deployment = Deployment(loaded, progress, who()["x-gearshift-who"], address=address)
     admin = AdminServer(lambda: deployment.config, deployment.place)
     try:
         _announce(deployment.config, deployment.url)
@@ -83,6 +97,9 @@ def serve(config: ConfigArgument = None) -> None:
             )
         while not stop.wait(WATCH_S):
             deployment.watch()
+        if keep and address is not None:
+            err.print("The replicas stay; `gearshift serve --address` takes them over.")
+            return
         err.print("Draining: running answers are finished, new requests are refused. Ctrl-C again to cut them off.")
         deployment.drain()
     finally:

@@ -18,7 +18,7 @@ from gearshift.deployments.files import check_files
 from gearshift.deployments.plan import Plan, plan
 from gearshift.platform import config_file
 from gearshift.platform.config import Config
-from gearshift.platform.errors import GearshiftError, NotFound
+from gearshift.platform.errors import ConfigError, GearshiftError, NotFound
 
 File = Annotated[Path, typer.Argument(help="Deployment config.")]
 TIMEOUT_S = 900.0
@@ -62,6 +62,11 @@ def scale(
     config = client.admin(admin_url, "GET", f"/admin/revisions/{serving}")["config"]
     if model not in config["models"]:
         raise NotFound(f"There is no model {model!r}; there are: {', '.join(config['models'])}.")
+    if scaling := config["models"][model]["autoscaling"]:
+        bounds = f"{scaling['min_replicas']} and {scaling['max_replicas']}"
+        raise ConfigError(
+            f"{model} scales itself between {bounds} replicas; apply a config with other bounds, or without."
+        )
     config["models"][model]["replicas"] = replicas
     body = {"config": config, "based_on": serving, "why": why or f"{model} at {replicas} replicas"}
     begun = client.admin(admin_url, "POST", "/admin/revisions", body, who())

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
+from gearshift.deployments.meeting import listen
 from gearshift.deployments.wire import Abort, Draining, Failed, Outbox, Piece, Stats, Submit, read_to_engine
 from gearshift.platform.engine.protocol import Engine
 from gearshift.platform.errors import GearshiftError
@@ -27,15 +28,21 @@ class EngineServer:
     def __init__(self, engine: Engine, meter: Meter) -> None:
         self._engine = engine
         self._meter = meter
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._peers: set[Outbox] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self._reporter: asyncio.Task[None] | None = None
 
-    async def start(self, path: Path) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, path)
+    async def start(self, path: Path, host: str = "", secret: str = "") -> str:
+        """host: where gateways of other nodes may come from too, if they know the secret. Returns HOST:PORT of that."""
+        remote = ""
+        self._servers.append(await asyncio.start_unix_server(self._serve, path))
+        if host:
+            server, remote = await listen(self._serve, host, secret)
+            self._servers.append(server)
         self._reporter = asyncio.create_task(self._report())
+        return remote
 
     @property
     def busy(self) -> bool:
@@ -52,8 +59,8 @@ class EngineServer:
     async def close(self) -> None:
         if self._reporter is not None:
             self._reporter.cancel()
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for peer in self._peers:
             peer.close()
 

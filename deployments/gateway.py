@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
 """nginx's status for a client that went away; only ever seen in records."""
+HEARTBEAT_S = 1.0
+"""Between two comments to a client whose model is being started."""
 PROMPTS_AT_ONCE = 8
 """Of one request, so that it does not take all seats."""
 
@@ -309,13 +311,28 @@ class Exchange:
         [call], [ticket] = self._calls, self._tickets
         self._record.stream = bool(call.body.stream)
         async with aclosing(self._pipeline.run(call, ticket)) as deltas:
-            first = await anext(deltas)
+            may_wait = call.body.stream and self._pipeline.stage()
+            first = await (self._held(deltas, send) if may_wait else anext(deltas))
             self._record.first_token_ns = time.time_ns()
             if call.body.stream:
                 writer = self._dialect.writer(self._identity(), call.body)
                 await self._stream(writer, first, deltas, send)
             else:
                 await self._whole([[first, *[delta async for delta in deltas]]], send)
+
+    async def _held(self, deltas: AsyncGenerator[Delta, None], send: Send) -> Delta:
+        """The first Delta; while its model is started, comments keep the connection alive, and the status line can't wait."""
+        first = asyncio.ensure_future(anext(deltas))
+        try:
+            while not (await asyncio.wait({first}, timeout=HEARTBEAT_S))[0]:
+                release = self._record.release
+                if release and (stage := self._pipeline.stage(release)):
+                    await self._begin_stream(send)
+                    await _body(send, f": {stage}\n\n".encode(), more=True)
+            return first.result()
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
 
     async def _answer_all(self, send: Send) -> None:
         """Several prompts, a few at a time; one that fails fails them all."""
@@ -345,11 +362,16 @@ class Exchange:
         )
 
     async def _stream(self, writer: Writer, first: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
-        await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}, send)
+        await self._begin_stream(send)
         await _body(send, writer.events(first), more=True)
         async for delta in deltas:
             await _body(send, writer.events(delta), more=True)
         await _body(send, writer.DONE, more=False)
+
+    async def _begin_stream(self, send: Send) -> None:
+        if not self._begun:
+            headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+            await self._start(200, headers, send)
 
     async def _whole(self, answers: Sequence[Sequence[Delta]], send: Send) -> None:
         body = self._dialect.whole(self._identity(), [call.body for call in self._calls], answers)

@@ -26,7 +26,7 @@ from gearshift.platform.cache import exact
 from gearshift.platform.cache.exact import Answer, ExactCache, Question
 from gearshift.platform.cache.limits import RateLimits
 from gearshift.platform.config import AUTO, Config
-from gearshift.platform.engine.protocol import Engine
+from gearshift.platform.engine.protocol import Engine, Starting
 from gearshift.platform.errors import (
     ContentBlocked,
     EngineUnavailable,
@@ -62,6 +62,7 @@ class Pipeline:
     ) -> None:
         self._config = config
         self._engines = engines
+        self._starting = {name: engine for name, engine in engines.items() if isinstance(engine, Starting)}
         self._limits = limits
         self._cache = cache
         self._snapshot = snapshot
@@ -223,6 +224,11 @@ class Pipeline:
             return judgement
 
         return verified(deltas, judge, cascade.window_tokens if call.body.stream else None)
+
+    def stage(self, release: str | None = None) -> str:
+        """What is waited for before the model of a release, or any model, answers; empty when it does."""
+        wanted = self.model_of(release) if release else None
+        return next((each.stage for name, each in self._starting.items() if wanted in (None, name) and each.stage), "")
 
     def model_of(self, release: str) -> str:
         return self._config.releases[release].model

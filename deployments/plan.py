@@ -38,11 +38,14 @@ class Plan:
 
 
 def engine_key(config: Config, name: str) -> str:
-    """Which engine serves a model, as NAME@DIGEST: another one as soon as anything of it changes but the number of its
-    replicas and what it is asked first. It is what engine processes call their instance."""
-    settings = config.models[name].model_dump(mode="json", exclude={"replicas", "warm_up"})
-    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4).hexdigest()
-    return f"{name}@{digest}"
+    """Which engine serves a model, as NAME@DIGEST: another one as soon as anything of it changes but how many replicas it has
+    and what it is asked first. It is what engine processes call their instance."""
+    settings = config.models[name].model_dump(mode="json", exclude={"replicas", "autoscaling", "warm_up"})
+    return f"{name}@{digest(settings)}"
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
 def instances_of(config: Config) -> dict[str, str]:
@@ -94,7 +97,9 @@ def _short(value: Any) -> str:
 def _memory(instance: str, model: Model) -> str:
     """Roughly; weights that are not on this machine yet are not known."""
     ranks = f"{model.tensor_parallel} ranks of which each has a share of " if model.tensor_parallel > 1 else ""
-    each = f"{instance}: {model.replicas} × {ranks}"
+    scaling = model.autoscaling
+    count = f"{scaling.min_replicas} to {scaling.max_replicas}" if scaling is not None else f"{model.replicas}"
+    each = f"{instance}: {count} × {ranks}"
     kv = model.kv_cache_memory
     if model.source is None:
         return f"{each}nothing to speak of"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gearshift.platform.config import Model
 from gearshift.platform.errors import EngineUnavailable
+from gearshift.platform.weights import source
 
 if TYPE_CHECKING:  # torch is for those who compute
     from gearshift.platform.engine.bridge import AsyncEngine
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 CPU_SHARE = 0.01
 """Of a bundle: Ray wants something of it, and what a rank really takes is for `threads` to say."""
 
+ACCELERATOR_SHARE = 0.001
+"""Of the resource that nodes with an accelerator have, one each: what Ray itself asks of it."""
+
 
 class Rank:
     """Any rank but the first."""
@@ -29,17 +33,23 @@ class Rank:
     def pid(self) -> int:
         return os.getpid()
 
-    def follow(self, settings: Model, weights: Path, place: Place) -> None:
+    def follow(self, settings: Model, place: Place) -> None:
         """Until the first rank lets it go."""
         from gearshift.platform.engine.local import follow_rank
 
+        assert settings.source is not None
+        weights = source.ensure(source.parse(settings.source)).path  # of the node that this rank is on
         follow_rank(weights, settings, place)
 
 
 def bundles(settings: Model) -> list[dict[str, float]]:
     """What each rank takes of a node."""
-    gpus = {"GPU": settings.num_gpus} if settings.num_gpus else {}
-    return [{"CPU": CPU_SHARE} | gpus for _ in range(settings.tensor_parallel)]
+    takes = {"CPU": CPU_SHARE} | settings.resources
+    if settings.num_gpus:
+        takes["GPU"] = settings.num_gpus
+    if settings.accelerator_type is not None:
+        takes[f"accelerator_type:{settings.accelerator_type}"] = ACCELERATOR_SHARE
+    return [dict(takes) for _ in range(settings.tensor_parallel)]
 
 
 class Ranks:
@@ -52,16 +62,16 @@ class Ranks:
         self._settings, self._weights = settings, weights
         self._place = meeting_of(settings, name, folder)
         group: Any = ray.util.get_current_placement_group()
-        resources = {"num_cpus": CPU_SHARE, "num_gpus": settings.num_gpus, "max_restarts": 0, "max_concurrency": 2}
+        takes: dict[str, Any] = {"num_cpus": CPU_SHARE, "num_gpus": settings.num_gpus, "resources": settings.resources}
+        takes |= {"max_restarts": 0, "max_concurrency": 2}
         self._actors = [
             ray.remote(Rank)
-            .options(**resources, scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank))
+            .options(**takes, scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank))
             .remote()
             for rank in range(1, settings.tensor_parallel)
         ]
         self._following = [
-            actor.follow.remote(settings, weights, self._place.rank_of(rank))
-            for rank, actor in enumerate(self._actors, 1)
+            actor.follow.remote(settings, self._place.rank_of(rank)) for rank, actor in enumerate(self._actors, 1)
         ]
         self._watching: asyncio.Task[None] | None = None
         self.pids: Sequence[int] = ()

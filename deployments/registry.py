@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import psutil
@@ -23,33 +23,47 @@ class Ttft(msgspec.Struct, frozen=True, array_like=True):
     """Times to first token of the last minute, in s, and of how many answers."""
 
     p50: float = 0.0
+    p95: float = 0.0
     p99: float = 0.0
     count: int = 0
 
 
-class Member(msgspec.Struct, frozen=True):
-    """One live process. `model` is the instance that an engine belongs to, and empty for a gateway; `address` is the path of
-    an engine's socket; `revision` is what a gateway or an evaluator works by."""
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One live process. `model` is the instance that an engine belongs to, and empty for a gateway; `revision` is what a gateway
+    or an evaluator works by."""
 
     name: str
-    model: str
-    address: str
-    pid: int
-    seen_at: float
-    rss_bytes: int
+    model: str = ""
+    address: str = ""
+    """Path of an engine's socket, for those on the same node."""
+    remote: str = ""
+    """HOST:PORT of the same for the others; empty where there are none."""
+    node: str = ""
+    """Its address; empty where there is only one."""
+    pid: int = 0
+    seen_at: float = 0.0
+    rss_bytes: int = 0
     stats: EngineStats = EngineStats()
     revision: int = 0
     ranks: tuple[int, ...] = ()
     """Pids of an engine's other ranks, which compute with it."""
     ttft: Ttft = Ttft()
-    """Of a gateway."""
+    """Of a gateway's answers, or of an engine's."""
+    held: dict[str, int] = {}
+    """Of a gateway: requests that wait for an instance to start."""
+    stage: str = ""
+    """Of an engine that is still starting: what it does. Nobody can connect to it yet."""
+
+    def reached_from(self, node: str) -> str:
+        """An engine's address for a process on that node."""
+        return self.remote if self.remote and node != self.node else self.address
 
 
 async def beat(store: Store, member: Callable[[], Member]) -> None:
     """Runs until cancelled. While Redis is away nobody is told, and nobody needs to be: connections stay."""
     while True:
         try:
-            current = member()
+            current = stamped(member())
             await store.hash_set(store.key("members"), current.name, msgspec.msgpack.encode(current))
         except StoreAway:
             pass
@@ -57,7 +71,12 @@ async def beat(store: Store, member: Callable[[], Member]) -> None:
 
 
 async def members(store: Store) -> list[Member]:
-    """Everybody who was heard of within `STALE_S`. Raises `StoreAway`."""
+    """Everybody who is up. Raises `StoreAway`."""
+    return [member for member in await everybody(store) if not member.stage]
+
+
+async def everybody(store: Store) -> list[Member]:
+    """Who was heard of within `STALE_S`, also those that are starting. Raises `StoreAway`."""
     raw = await store.hash_all(store.key("members"))
     found = [msgspec.msgpack.decode(value, type=Member) for value in raw.values()]
     for member in found:
@@ -73,16 +92,7 @@ async def leave(store: Store, name: str) -> None:
         return
 
 
-def here(
-    name: str,
-    model: str = "",
-    address: str = "",
-    stats: EngineStats | None = None,
-    revision: int = 0,
-    ranks: Sequence[int] = (),
-    ttft: Ttft = Ttft(),  # noqa: B008 -- frozen
-) -> Member:
-    """This process, now."""
-    rss, now = psutil.Process().memory_info().rss, time.time()
-    stats = stats or EngineStats()
-    return Member(name, model, address, os.getpid(), now, rss, stats, revision, tuple(ranks), ttft)
+def stamped(member: Member) -> Member:
+    """As this process, now."""
+    rss = psutil.Process().memory_info().rss
+    return msgspec.structs.replace(member, pid=os.getpid(), seen_at=time.time(), rss_bytes=rss)

@@ -9,9 +9,10 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 
 from gearshift.deployments.balance import CHARS_PER_TOKEN, CHUNK, Choose, Held, Option, chain, choose, prompt_tokens
+from gearshift.deployments.hold import Hold
+from gearshift.deployments.meeting import connect
 from gearshift.deployments.wire import Abort, Draining, Failed, Outbox, Piece, Stats, Submit, read_to_gateway
 from gearshift.platform.engine.inbox import Inbox, read
 from gearshift.platform.errors import EngineUnavailable, GearshiftError, Overloaded
@@ -43,8 +44,8 @@ class Replica:
         """Tokens of each request that we sent since it last told what is queued, and that has not begun."""
 
     @classmethod
-    async def connect(cls, path: Path) -> Replica:
-        return cls(*await asyncio.open_unix_connection(path))
+    async def connect(cls, address: str, secret: str) -> Replica:
+        return cls(*await connect(address, secret))
 
     @property
     def usable(self) -> bool:
@@ -144,33 +145,53 @@ class SoFar:
 class RemoteEngine:
     """The Engine protocol over the replicas of one model. Owns the connections.
 
-    A request whose replica is lost moves on to another one, also when it has begun; so does one that found it full.
+    A request whose replica is lost moves on to another one, also when it has begun; so does one that found it full. One that
+    finds no replica waits for the first, where there is a place to wait.
     """
 
-    def __init__(self, model: str, choose: Choose = choose) -> None:
+    def __init__(self, model: str, choose: Choose = choose, hold: Hold | None = None, secret: str = "") -> None:
+        """hold: for a model that may be without a replica; without it, such a request fails. secret: of the deployment, for
+        replicas on other nodes."""
         self._model = model
         self._pick = choose
-        self._replicas: dict[Path, Replica] = {}
+        self.hold = hold
+        self._secret = secret
+        self._replicas: dict[str, Replica] = {}
 
     @property
     def ready(self) -> bool:
         return any(replica.usable for replica in self._replicas.values())
 
-    async def refresh(self, paths: Iterable[Path]) -> None:
-        """Connects to replicas that are new. One that is no longer listed stays while its connection does: the
+    @property
+    def held(self) -> int:
+        """Requests that wait for the first replica."""
+        return self.hold.count if self.hold else 0
+
+    @property
+    def stage(self) -> str:
+        return self.hold.stage if self.hold and not self.ready else ""
+
+    async def refresh(self, addresses: Iterable[str], starting: str = "") -> None:
+        """starting: what a replica that is not listed yet is at.
+
+        Connects to replicas that are new. One that is no longer listed stays while its connection does: the
         connection itself is the best proof of life."""
-        for path in [path for path, replica in self._replicas.items() if not replica.connected]:
-            del self._replicas[path]
-        for path in paths:
-            if path not in self._replicas:
+        for gone in [address for address, replica in self._replicas.items() if not replica.connected]:
+            del self._replicas[gone]
+        for address in addresses:
+            if address not in self._replicas:
                 try:
-                    self._replicas[path] = await Replica.connect(path)
+                    self._replicas[address] = await Replica.connect(address, self._secret)
                 except OSError:
-                    log.debug("%s: replica at %s does not answer", self._model, path)
+                    log.debug("%s: replica at %s does not answer", self._model, address)
+        if self.hold:
+            self.hold.told(self.ready, starting)
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         if request.sampling.seed is None:
             request = replace(request, seed=random.getrandbits(63))
+        if self.hold and not self.ready:
+            await self.hold.wait()
         tried: set[Replica] = set()
         so_far = SoFar(request)
         failure: GearshiftError = EngineUnavailable("No replica of this model is up.", retry_after_s=RETRY_AFTER_S)
@@ -210,7 +231,7 @@ class RemoteEngine:
             replica.close()
 
     def _choose(self, tried: set[Replica], request: Request, hashes: Sequence[bytes]) -> Replica | None:
-        usable = {p: each for p, each in self._replicas.items() if each.usable and each not in tried}
+        usable = {address: each for address, each in self._replicas.items() if each.usable and each not in tried}
         if not usable:
             return None
         replicas, tokens = list(usable.values()), prompt_tokens(request)

@@ -19,15 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import uvicorn
 
 from gearshift.deployments import registry
+from gearshift.deployments.cluster import node_address
 from gearshift.deployments.control import SnapshotBoard, SnapshotHolder
 from gearshift.deployments.engine_server import EngineServer
 from gearshift.deployments.gateway import create_app
 from gearshift.deployments.pipeline import Pipeline
 from gearshift.deployments.pool import EnginePool
 from gearshift.deployments.prober import Prober
+from gearshift.deployments.registry import Member, Ttft
 from gearshift.deployments.revisions import Revisions
 from gearshift.deployments.samples import SampleLog
 from gearshift.deployments.shadow import Shadows
@@ -41,6 +44,7 @@ from gearshift.platform.engine.meter import EngineMeter
 from gearshift.platform.engine.protocol import Engine
 from gearshift.platform.errors import ConfigError, EngineUnavailable, NotFound
 from gearshift.platform.telemetry import Emitter
+from gearshift.platform.weights import source
 from gearshift.router.arms import Snapshot
 
 if TYPE_CHECKING:
@@ -58,16 +62,26 @@ LINGER_S = 0.5
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where this deployment lives: the folder of its sockets, and its Redis. Small, crosses process boundaries, and is the
-    same for all revisions."""
+    same for all revisions. secret: of those who meet over the network; empty where all are on one machine."""
 
     folder: Path
     redis_url: str
     namespace: str
     timeout_s: float
     drain_timeout_s: float
+    secret: str = ""
+
+    @property
+    def metrics(self) -> Path:
+        """Where the processes of a node put their series together."""
+        return self.folder / "metrics"
 
     def store(self, timeout_s: float | None = None) -> Store:
         return Store(self.redis_url, self.namespace, timeout_s or self.timeout_s)
+
+    def node(self) -> str:
+        """Address of the one that this process is on; empty where there is only one."""
+        return node_address() if self.secret else ""
 
 
 class Serving:
@@ -85,27 +99,33 @@ class EngineReplica:
     """One engine of one instance of a model, served to all gateways."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: Model, model: str, instance: str, weights: Path | None, place: Place
+        self, settings: Model, model: str, instance: str, place: Place
     ) -> None:
         self._place = place
+        self._node = place.node()
+        place.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._instance = instance
+        self._stage, self._remote = "starting", ""
         self._name = f"{model}-{uuid.uuid4().hex[:8]}"
         self._ranks: Ranks | None = None
         self._path = place.folder / f"{self._name}.sock"
-        if settings.echo is not None:
-            self._engine: Engine = EchoEngine(settings.echo.delay_s, max_running=settings.max_queued_requests + 256)
-        else:
-            assert weights is not None
-            self._engine = await self._load(settings, weights)
+        self._store = place.store(registry.STALE_S)  # nobody waits for it, and computing comes first
+        self._beating = asyncio.create_task(registry.beat(self._store, self._member))
+        self._engine = await self._load(settings)
         self._meter = EngineMeter(model, self._name)
         self._server = EngineServer(self._engine, self._meter.watch)
-        self._store = place.store(registry.STALE_S)  # nobody waits for it, and computing comes first
-        await self._server.start(self._path)
-        self._beating = asyncio.create_task(registry.beat(self._store, self._member))
+        self._remote = await self._server.start(self._path, self._node, place.secret)
+        self._stage = ""
 
-    async def _load(self, settings: Model, weights: Path) -> AsyncEngine:
+    async def _load(self, settings: Model) -> Engine:
+        if settings.echo is not None:
+            return EchoEngine(settings.echo.delay_s, max_running=settings.max_queued_requests + 256)
         from gearshift.platform.engine.local import load_engine  # torch is for those who compute
 
+        assert settings.source is not None
+        self._stage = "fetching weights"  # once a node: those of the same one wait for the first
+        weights = (await asyncio.to_thread(source.ensure, source.parse(settings.source))).path
+        self._stage = "loading weights"
         if settings.tensor_parallel == 1:
             return await asyncio.to_thread(load_engine, weights, settings)
         from gearshift.deployments.ranks import Ranks
@@ -120,7 +140,7 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is to go: finishes what runs."""
-        if not hasattr(self, "_beating"):  # it never came up
+        if not hasattr(self, "_server"):  # it never came up
             return
         await self._server.drain(self._place.drain_timeout_s)
         self._beating.cancel()
@@ -133,10 +153,19 @@ class EngineReplica:
         self._path.unlink(missing_ok=True)
 
     def _member(self) -> registry.Member:
+        fixed = Member(name=self._name, model=self._instance, node=self._node, stage=self._stage)
+        if self._stage:
+            return fixed
         stats = self._engine.stats()
         self._meter.observe(stats)
-        ranks = self._ranks.pids if self._ranks else ()
-        return registry.here(self._name, self._instance, str(self._path), stats, ranks=ranks)
+        return msgspec.structs.replace(
+            fixed,
+            address=str(self._path),
+            remote=self._remote,
+            stats=stats,
+            ranks=tuple(self._ranks.pids) if self._ranks else (),
+            ttft=Ttft(*self._meter.recent.told(time.time())),
+        )
 
 
 class GatewayReplica:
@@ -147,11 +176,12 @@ class GatewayReplica:
         self, config: Config, revision: int, revisions: dict[str, str], place: Place
     ) -> None:
         self._place = place
+        self._node = place.node()
         self._gateway = config.gateway
         self._name = f"gateway-{uuid.uuid4().hex[:8]}"
         self._store = place.store()
         self._revisions = Revisions(self._store)
-        self._pool = EnginePool(self._store)
+        self._pool = EnginePool(self._store, self._node, place.secret, holds=True)
         self._limits = RateLimits(self._store, config.redis.on_loss)
         self._samples = SampleLog(self._store, config)
         self._shadows = Shadows(self._samples)
@@ -236,8 +266,13 @@ class GatewayReplica:
         await self._pool.keep(key for each in (*self._retiring, self._serving) for key in each.keys.values())
 
     def _member(self) -> registry.Member:
-        return registry.here(
-            self._name, revision=self._serving.revision, ttft=registry.Ttft(*self._emitter.recent.told(time.time()))
+        return Member(
+            name=self._name,
+            node=self._node,
+            revision=self._serving.revision,
+            ttft=Ttft(*self._emitter.recent.told(time.time())),
+            held=self._pool.held(),
+            stage=self._missing() or "",
         )
 
     def check_health(self) -> None:
@@ -316,7 +351,8 @@ class EvaluatorReplica:
         self._reading = place.store(2 * registry.STALE_S)
         self._emitter = Emitter(config.telemetry)
         self._revision = revision
-        self._pool = EnginePool(self._store)
+        self._node = place.node()
+        self._pool = EnginePool(self._store, self._node, place.secret)
         self._evaluating = asyncio.create_task(self._evaluate(config, revisions))
         self._tasks = [
             asyncio.create_task(self._follow()),
@@ -367,7 +403,7 @@ class EvaluatorReplica:
             await asyncio.sleep(DISCOVER_S)
 
     def _member(self) -> registry.Member:
-        return registry.here(self._name, registry.EVALUATOR, revision=self._revision)
+        return Member(name=self._name, model=registry.EVALUATOR, node=self._node, revision=self._revision)
 
     def check_health(self) -> None:
         """Called by Serve; raising has the replica replaced."""

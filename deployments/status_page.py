@@ -17,17 +17,25 @@ ENGINE_COLUMNS = (
     "waiting",
     "queued",
     "KV",
+    "first token p50",
+    "p99",
     "prefix hits",
     "tokens out",
     "aborted",
 )
 GATEWAY_COLUMNS = ("gateway", "pid", "MiB", "first token p50", "p99", "answers a minute")
-LEFT = ("model", "replica", "gateway", "tier", "served by")
+LEFT = ("model", "replica", "gateway", "tier", "served by", "starting", "last scaled")
 
 
 def page(facts: dict[str, Any]) -> RenderableType:
     """Engines, gateways, tiers, alerts and the revision."""
-    return Group(_engines(facts["engines"]), _gateways(facts["gateways"]), _tiers(facts["tiers"]), *_lines(facts))
+    return Group(
+        _models(facts["models"], facts["starting"]),
+        _engines(facts["engines"]),
+        _gateways(facts["gateways"]),
+        _tiers(facts["tiers"]),
+        *_lines(facts),
+    )
 
 
 def _table(title: str, columns: tuple[str, ...]) -> Table:
@@ -49,6 +57,7 @@ def _engines(engines: list[dict[str, Any]]) -> Table:
             each["waiting"],
             each["queued_tokens"],
             f"{each['kv_usage']:.0%}",
+            *_times(each["ttft"]),
             f"{each['prefix_hit_rate']:.0%}",
             each["generation_tokens"],
             each["aborted"],
@@ -60,9 +69,25 @@ def _engines(engines: list[dict[str, Any]]) -> Table:
 def _gateways(gateways: list[dict[str, Any]]) -> Table:
     table = _table("Gateways", GATEWAY_COLUMNS)
     for each in gateways:
-        ttft = each["ttft"]
-        times = [f"{1000 * value:.0f} ms" if ttft["count"] else "—" for value in (ttft["p50_s"], ttft["p99_s"])]
-        table.add_row(each["name"], str(each["pid"]), str(each["rss_mib"]), *times, str(ttft["count"]))
+        cells = [each["name"], each["pid"], each["rss_mib"], *_times(each["ttft"]), each["ttft"]["count"]]
+        table.add_row(*map(str, cells))
+    return table
+
+
+def _times(ttft: dict[str, Any]) -> list[str]:
+    return [f"{1000 * value:.0f} ms" if ttft["count"] else "—" for value in (ttft["p50_s"], ttft["p99_s"])]
+
+
+def _models(models: dict[str, Any], starting: list[dict[str, Any]]) -> Table:
+    """Why there are as many replicas as there are."""
+    table = _table("Models", ("model", "replicas", "bounds", "held", "starting", "last scaled"))
+    for name, each in models.items():
+        scaled, bounds = each.get("scaled"), "—"
+        if "max_replicas" in each:
+            bounds = f"{each['min_replicas']} to {each['max_replicas']}"
+        stages = ", ".join(one["stage"] for one in starting if one["model"] == each["instance"]) or "—"
+        why = f"to {scaled['replicas']}: {scaled['why']}" if scaled else "—"
+        table.add_row(name, str(each["replicas"]), bounds, str(each["held"]), stages, why)
     return table
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from pathlib import Path
 
 from gearshift.deployments import registry
 from gearshift.deployments.remote import RemoteEngine
@@ -24,15 +23,16 @@ class StartFailed(GearshiftError):
     code = "start_failed"
 
 
-async def warm_up(store: Store, wanted: Mapping[str, Sequence[WarmUp]]) -> None:
-    """Takes the store over. Raises `StartFailed` for the first engine that does not answer as expected."""
+async def warm_up(store: Store, wanted: Mapping[str, Sequence[WarmUp]], node: str, secret: str) -> None:
+    """Takes the store over; node and secret are how this process reaches engines. Raises
+    `StartFailed` for the first engine that does not answer as expected."""
     try:
         members = await registry.members(store)
     finally:
         await store.close()
     for key, questions in wanted.items():
-        engine = RemoteEngine(key)
-        await engine.refresh(Path(member.address) for member in members if member.model == key)
+        engine = RemoteEngine(key, secret=secret)
+        await engine.refresh(member.reached_from(node) for member in members if member.model == key)
         try:
             for number, question in enumerate(questions):
                 await _ask(engine, key, number, question)

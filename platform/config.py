@@ -48,6 +48,32 @@ class WarmUp(Section):
     max_tokens: Count = 32
 
 
+class Autoscaling(Section):
+    """The number of replicas follows the load. Delays and bounds are named as Ray Serve names them."""
+
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    """With 0, a model that nobody asks is let go, and started again for the first request, which is held meanwhile."""
+    max_replicas: Count
+    target_queued_tokens: Count = 2048
+    """Tokens that wait to be computed, of prompts above all, that a replica can take."""
+    target_kv_usage: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Share of its KV cache that a replica can have in use."""
+    ttft_slo_s: Seconds | None = None
+    """Time to first token that 95 % of a minute's answers shall keep; unset leaves it to the other two."""
+    upscale_delay_s: Annotated[float, Field(ge=0)] = 3.0
+    downscale_delay_s: Annotated[float, Field(ge=0)] = 300.0
+    downscale_to_zero_delay_s: Annotated[float, Field(ge=0)] = 600.0
+    max_held: Count = 64
+    """Requests that a gateway holds while the model starts; the next gets a 429 with Retry-After."""
+    max_hold_s: Seconds = 180.0
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas: must be at least min_replicas, which is {self.min_replicas}")
+        return self
+
+
 class Model(Section):
     """A version of weights and how its engine runs. Exactly one of `source`, `upstream`, `echo`."""
 
@@ -71,6 +97,11 @@ class Model(Section):
     """Ranks of one replica: processes that hold a share of the weights and of the KV heads each."""
     placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
     """Of the ranks over nodes, as Ray names it. STRICT_PACK: all on one."""
+    accelerator_type: str | None = None
+    """Only nodes with this one, as Ray names it, such as H100."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Custom resources of the cluster that one rank takes."""
+    max_replicas_per_node: Annotated[int, Field(ge=1, le=100)] | None = None
     pipeline_parallel: int = 1
     max_model_len: Count | None = None
     """Longest context in tokens; unset takes the model's own."""
@@ -89,6 +120,8 @@ class Model(Section):
     """Keep KV blocks of finished requests and share them with prompts of the same tenant that begin the same."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 64
     replicas: Count = 1
+    autoscaling: Autoscaling | None = None
+    """In the place of `replicas`."""
     warm_up: list[WarmUp] = []
     """Asked of every new version, greedily; one that does not answer as expected never serves."""
 
@@ -113,8 +146,18 @@ class Model(Section):
             raise ValueError("tensor_parallel: only a model with a source has weights to share")
         if self.tensor_parallel > 1 and self.quantization:
             raise ValueError("tensor_parallel: not together with quantization yet; remove one of them")
+        if self.tensor_parallel > 1 and self.max_replicas_per_node is not None:
+            raise ValueError("max_replicas_per_node: not together with tensor_parallel, whose ranks are placed as one")
         if self.tensor_parallel > 1 and self.model_impl == "fused":
             raise ValueError("tensor_parallel: needs model_impl: transformers or auto")
+        return self
+
+    @model_validator(mode="after")
+    def _one_number(self) -> Self:
+        if self.autoscaling is not None and self.replicas != 1:
+            raise ValueError("replicas: not together with autoscaling; remove one of them")
+        if self.autoscaling is not None and self.upstream is not None:
+            raise ValueError("autoscaling: an upstream has no replicas here")
         return self
 
     @model_validator(mode="after")

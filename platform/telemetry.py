@@ -7,6 +7,7 @@ kept in this module alone), and `gearshift_*` for what is ours.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -34,6 +35,9 @@ from prometheus_client import Counter, Gauge, Histogram
 from gearshift.platform.config import Telemetry
 from gearshift.platform.request import SamplingParams, Usage
 from gearshift.platform.samples import Exposure
+
+if _shared := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):  # by the processes of a node; the first one makes it
+    Path(_shared).mkdir(parents=True, exist_ok=True)
 
 # Buckets in seconds, as the conventions advise.
 DURATION_BUCKETS = [0.01 * 2**n for n in range(14)]
@@ -267,14 +271,15 @@ class Recent:
     def add(self, at: float, seconds: float) -> None:
         self._seen.append((at, seconds))
 
-    def told(self, now: float) -> tuple[float, float, int]:
-        """p50, p99 (nearest rank) and how many."""
+    def told(self, now: float) -> tuple[float, float, float, int]:
+        """p50, p95, p99 (nearest rank) and how many."""
         while self._seen and self._seen[0][0] < now - self.SECONDS:
             self._seen.popleft()
         values = sorted(seconds for _, seconds in self._seen)
         if not values:
-            return 0.0, 0.0, 0
-        return values[(len(values) - 1) // 2], values[math.ceil(0.99 * len(values)) - 1], len(values)
+            return 0.0, 0.0, 0.0, 0
+        p50, p95, p99 = (values[math.ceil(share * len(values)) - 1] for share in (0.5, 0.95, 0.99))
+        return p50, p95, p99, len(values)
 
 
 class Emitter:

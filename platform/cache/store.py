@@ -44,6 +44,10 @@ class Store:
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         await self._call("SET", key, value, "PX", int(ttl_s * 1000))
 
+    async def set_new(self, key: str, value: bytes) -> None:
+        """Unless it is set already."""
+        await self._call("SET", key, value, "NX")
+
     async def delete(self, key: str) -> None:
         await self._call("UNLINK", key)
 

@@ -24,6 +24,7 @@ class EngineMeter:
         self._gauges = {name: gauge.labels(**labels) for name, gauge in telemetry.ENGINE_GAUGES.items()}
         self._counters = {name: counter.labels(**labels) for name, counter in telemetry.ENGINE_COUNTERS.items()}
         self._last = EngineStats()
+        self.recent = telemetry.Recent()
 
     async def watch(self, request: Request, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """Passes the deltas on unchanged."""
@@ -37,6 +38,7 @@ class EngineMeter:
                 now = time.perf_counter()
                 if first:
                     self._ttft.observe(now - last)
+                    self.recent.add(time.time(), now - last)
                 else:
                     for _ in range(delta.tokens):
                         self._inter_token.observe((now - last) / delta.tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gearshift.platform.request import Delta, EngineStats, Request
 
@@ -21,4 +21,14 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Ends the engine; requests still running fail with `ShuttingDown`."""
+        ...
+
+
+@runtime_checkable
+class Starting(Protocol):
+    """An engine that may have to be started for a request, which waits meanwhile."""
+
+    @property
+    def stage(self) -> str:
+        """What it is at, for people; empty when it answers, or when nothing waits for it."""
         ...

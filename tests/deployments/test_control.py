@@ -100,8 +100,8 @@ async def test_arms_that_are_no_longer_in_the_config_are_forgotten(store: Store)
 
 
 async def test_who_is_up_is_known_until_it_leaves_or_falls_silent(store: Store) -> None:
-    task = asyncio.create_task(registry.beat(store, lambda: registry.here("e1", "m", "/x.sock")))
-    dead = registry.Member("e0", "m", "/y.sock", 1, time.time() - 60, 1)
+    task = asyncio.create_task(registry.beat(store, lambda: registry.Member(name="e1", model="m", address="/x.sock")))
+    dead = registry.Member(name="e0", model="m", address="/y.sock", seen_at=time.time() - 60)
     import msgspec
 
     await store.hash_set(store.key("members"), "e0", msgspec.msgpack.encode(dead))

@@ -45,7 +45,7 @@ async def replica(path: Path, engine: EchoEngine) -> AsyncIterator[EngineServer]
 @asynccontextmanager
 async def remote(*paths: Path) -> AsyncIterator[RemoteEngine]:
     engine = RemoteEngine("model")
-    await engine.refresh(paths)
+    await engine.refresh(map(str, paths))
     yield engine
     await engine.close()
 
@@ -96,10 +96,10 @@ async def test_a_lost_replica_is_known_at_once_and_another_takes_what_had_not_be
     async with replica(second, EchoEngine()):
         async with replica(first, dying):
             engine = RemoteEngine("model")
-            await engine.refresh([first])
+            await engine.refresh([str(first)])
             waiting = asyncio.create_task(answer(engine, ask("a")))
             await until(lambda: dying.stats().running == 1)
-            await engine.refresh([first, second])
+            await engine.refresh([str(first), str(second)])
         assert await waiting == "one two three"
         await engine.close()
 
@@ -110,10 +110,10 @@ async def test_an_answer_that_had_begun_goes_on_at_another_replica(tmp_path: Pat
     async with replica(second, other):
         async with replica(first, EchoEngine(delay_s=0.02)):
             engine = RemoteEngine("model")
-            await engine.refresh([first])
+            await engine.refresh([str(first)])
             deltas = engine.generate(ask("a", ignore_eos=True, max_tokens=100))
             begun = [await anext(deltas) for _ in range(5)]
-            await engine.refresh([first, second])
+            await engine.refresh([str(first), str(second)])
         rest = [delta async for delta in deltas]
         await engine.close()
     text = "".join(delta.text for delta in begun + rest)
@@ -126,14 +126,14 @@ async def test_an_answer_that_had_begun_waits_a_while_for_a_replica_that_comes_u
     first, second = tmp_path / "a.sock", tmp_path / "b.sock"
     engine = RemoteEngine("model")
     async with replica(first, EchoEngine(delay_s=0.02)):
-        await engine.refresh([first])
+        await engine.refresh([str(first)])
         deltas = engine.generate(ask("a", ignore_eos=True, max_tokens=30))
         begun = [await anext(deltas)]
     waiting = asyncio.create_task(rest_of(deltas))
     await until(lambda: not engine.ready)
     assert not waiting.done()
     async with replica(second, EchoEngine()):
-        await engine.refresh([second])
+        await engine.refresh([str(second)])
         rest = await waiting
     await engine.close()
     assert sum(len(delta.text.split()) for delta in begun + rest) == 30
@@ -148,10 +148,10 @@ async def test_an_answer_that_can_not_go_on_ends_cleanly(tmp_path: Path, monkeyp
         async with replica(second, EchoEngine()):
             async with replica(first, EchoEngine(delay_s=0.02)):
                 engine = RemoteEngine("model")
-                await engine.refresh([first])
+                await engine.refresh([str(first)])
                 deltas = engine.generate(ask("a", ignore_eos=True, max_tokens=1000, **sampling))
                 await anext(deltas)
-                await engine.refresh(others)
+                await engine.refresh(map(str, others))
             with pytest.raises(EngineUnavailable):
                 await rest_of(deltas)
             await engine.close()

@@ -108,14 +108,14 @@ def test_metrics_of_all_processes_are_added_and_a_dead_one_s_gauges_are_gone(
 
 def test_recent_times_are_those_of_the_last_minute() -> None:
     recent = Recent()
-    assert recent.told(0.0) == (0.0, 0.0, 0)
+    assert recent.told(0.0) == (0.0, 0.0, 0.0, 0)
     for n in range(1, 101):
         recent.add(float(n), n / 100)
-    assert recent.told(60.0) == (0.5, 0.99, 100)
-    assert recent.told(110.5) == (0.75, 1.0, 50)
+    assert recent.told(60.0) == (0.5, 0.95, 0.99, 100)
+    assert recent.told(110.5) == (0.75, 0.98, 1.0, 50)
     for _ in range(3000):
         recent.add(200.0, 1.0)
-    assert recent.told(200.0)[2] == Recent.MOST
+    assert recent.told(200.0)[3] == Recent.MOST
 
 
 def test_alert_rules_name_series_and_labels_that_there_are() -> None:
