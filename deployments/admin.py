@@ -34,6 +34,7 @@ from gearshift.router.arms import Snapshot
 
 Who = Annotated[str, Header()]
 """Who acts, for the log; it is not checked."""
+NODES_TIMEOUT_S = 2.0
 Action = Literal["pause", "resume", "advance", "abort"]
 
 
@@ -74,8 +75,13 @@ class Back(BaseModel):
     why: str = ""
 
 
-def create_admin_app(serving: Callable[[], Config], store: Store, environ: Mapping[str, str]) -> FastAPI:
-    """`serving`: the config of the present revision."""
+def create_admin_app(
+    serving: Callable[[], Config],
+    store: Store,
+    environ: Mapping[str, str],
+    nodes: Callable[[], list[JsonObject]] = list,
+) -> FastAPI:
+    """`serving`: the config of the present revision. `nodes`: of the cluster; may take long."""
     token_env = serving().admin.token_env
     token = environ[token_env] if token_env else None
     revisions = Revisions(store)
@@ -97,6 +103,7 @@ def create_admin_app(serving: Callable[[], Config], store: Store, environ: Mappi
             "version": __version__,
             "uptime_s": round(time.time() - started, 1),
             "problem": head.problem if head.outcome == "undone" else "",
+            "nodes": await _nodes(nodes),
             "gateways": [_member(member) for member in members if not member.model],
             "engines": [_member(member) for member in members if member.model not in ("", registry.EVALUATOR)],
             "starting": [_starting(member) for member in everybody if member.stage],
@@ -192,8 +199,9 @@ def create_admin_app(serving: Callable[[], Config], store: Store, environ: Mappi
 class AdminServer:
     """Serves the admin app from a thread of the process that owns the deployment."""
 
-    def __init__(self, serving: Callable[[], Config], place: Place) -> None:
+    def __init__(self, serving: Callable[[], Config], place: Place, nodes: Callable[[], list[JsonObject]]) -> None:
         self._serving = serving
+        self._nodes = nodes
         self._place = place
         self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="admin", daemon=True)
@@ -206,7 +214,7 @@ class AdminServer:
 
     async def _serve(self) -> None:
         admin, store = self._serving().admin, self._place.store()
-        app = create_admin_app(self._serving, store, os.environ)
+        app = create_admin_app(self._serving, store, os.environ, self._nodes)
         self._server = uvicorn.Server(
             uvicorn.Config(app, host=admin.host, port=admin.port, log_config=None, access_log=False, lifespan="off")
         )
@@ -248,6 +256,15 @@ def _member(member: registry.Member) -> JsonObject:
             "ranks": [member.pid, *member.ranks],
         }
     return shown
+
+
+async def _nodes(nodes: Callable[[], list[JsonObject]]) -> list[JsonObject] | None:
+    """None while the head of the cluster does not answer."""
+    try:
+        async with asyncio.timeout(NODES_TIMEOUT_S):
+            return await asyncio.to_thread(nodes)
+    except Exception:  # Ray's, of many kinds
+        return None
 
 
 def _starting(member: registry.Member) -> JsonObject:

@@ -80,6 +80,7 @@ def serve(
 ) -> None:
     """Serve a deployment until Ctrl-C: fetch weights, start Redis (unless configured), Ray and all replicas."""
     from gearshift.deployments.admin import AdminServer
+    from gearshift.deployments.cluster import ClusterLost
     from gearshift.deployments.serve import Deployment
 
     loaded = load(config_path(config))
@@ -88,7 +89,7 @@ def serve(
         signal.signal(number, lambda *_: _stop(stop))
     with bars(err) as progress:
         deployment = Deployment(loaded, progress, who()["x-gearshift-who"], address=address)
-    admin = AdminServer(lambda: deployment.config, deployment.place)
+    admin = AdminServer(lambda: deployment.config, deployment.place, deployment.nodes)
     try:
         _announce(deployment.config, deployment.url)
         if dumped(deployment.config) != dumped(loaded):
@@ -102,6 +103,11 @@ def serve(
             return
         err.print("Draining: running answers are finished, new requests are refused. Ctrl-C again to cut them off.")
         deployment.drain()
+    except ClusterLost as lost:  # what Ray holds in this process is of no use any more; the replicas go on meanwhile
+        err.print(f"{lost.message} Joining again.")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "gearshift", *sys.argv[1:]])
     finally:
         admin.close()
         deployment.close()

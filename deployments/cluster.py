@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gearshift.deployments.warm_up import StartFailed
+from gearshift.platform.errors import GearshiftError
 
+LOOK_S = 2.0
 LOST_APP = "see the logs of Ray Serve in /tmp/ray/session_latest/logs/serve"
 
 
@@ -18,6 +20,12 @@ def node_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+class ClusterLost(GearshiftError):
+    """Whoever steers has to join again. Seen by operators only."""
+
+    code = "cluster_lost"
 
 
 class Cluster:
@@ -49,11 +57,26 @@ class Cluster:
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise StartFailed(f"There is no Ray cluster at {address!r}: {_first_line(error)}") from error
+                hint = "" if os.environ.get("RAY_AUTH_MODE") else "; if it asks for a token, set RAY_AUTH_MODE=token"
+                raise StartFailed(f"No Ray cluster lets us in at {address!r}: {_first_line(error)}{hint}") from error
         serve.start(
             proxy_location="Disabled",
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
+
+        self._node = ray.get_runtime_context().get_node_id()
+        self._looked_at = time.monotonic()
+
+    def is_lost(self) -> bool:
+        """Whether the node that this process joined by has ended: through it nothing can be asked any more. Waits for the head
+        where that is away, and where that takes a minute, Ray ends this process."""
+        import ray
+
+        if not self.joined or time.monotonic() < self._looked_at + LOOK_S:
+            return False
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        self._looked_at = time.monotonic()
+        return bool(alive) and self._node not in alive
 
     def name(self, application: str) -> str:
         return f"{self._prefix}{application}"
@@ -89,6 +112,7 @@ class Cluster:
         """Address, name, resources and whether alive, of each node."""
         import ray
 
+        latest = {node["NodeManagerAddress"]: node for node in sorted(ray.nodes(), key=lambda node: node["Alive"])}
         return [
             {
                 "address": node["NodeManagerAddress"],
@@ -100,7 +124,7 @@ class Cluster:
                     if not name.startswith(("node:", "object_store", "memory"))
                 },
             }
-            for node in ray.nodes()
+            for _, node in sorted(latest.items())
         ]
 
     def close(self) -> None:

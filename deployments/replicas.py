@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 DISCOVER_S = 0.25
+MEET_S = 3.0
 KEEP_ALIVE_S = 75
 LINGER_S = 0.5
 """How long connections that were just accepted may still ask and be told that this gateway is shutting down."""
@@ -215,6 +216,7 @@ class GatewayReplica:
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
+        await self._meet_engines()
         self._uvicorn = asyncio.create_task(
             self._server.serve([shared_socket(config.gateway.host, config.gateway.port)])
         )
@@ -224,6 +226,15 @@ class GatewayReplica:
             asyncio.create_task(self._samples.run()),
             asyncio.create_task(registry.beat(self._store, self._member)),
         ]
+
+    async def _meet_engines(self) -> None:
+        """Before anybody is let in: a gateway that takes the place of another one finds engines that run."""
+        with contextlib.suppress(TimeoutError, StoreAway):
+            async with asyncio.timeout(MEET_S):
+                await self._connect()
+                while self._pool.away(self._serving.keys):
+                    await asyncio.sleep(DISCOVER_S)
+                    await self._connect()
 
     def _build(self, revision: int, config: Config, weights: Mapping[str, str], snapshot: SnapshotHolder) -> Serving:
         keys = self._pool.keys(config)

@@ -19,9 +19,10 @@ import msgspec
 
 from gearshift.deployments import registry
 from gearshift.deployments.autoscale import Decision
-from gearshift.deployments.cluster import Cluster, node_address
+from gearshift.deployments.cluster import Cluster, ClusterLost, node_address
 from gearshift.deployments.environment import check_environment, fetch_weights, revisions_of
 from gearshift.deployments.files import check_files
+from gearshift.deployments.lease import Lease
 from gearshift.deployments.meeting import SECRET_BYTES
 from gearshift.deployments.plan import instances_of, plan
 from gearshift.deployments.replicas import Place
@@ -69,9 +70,12 @@ class Deployment:
         self._folder: Path | None = None
         self._redis: EmbeddedRedis | None = None
         self._cluster: Cluster | None = None
+        self._lease: Lease | None = None
         self._scales = Scales()
         try:
             self.place = self._settle_down(config)
+            if self._redis is None:
+                self._lease = Lease(lambda: self.place.store(ASK_TIMEOUT_S))
             self.config, self.revision = self._begin(config, who)
         except BaseException:
             self.close()
@@ -146,6 +150,10 @@ class Deployment:
         """Applications of an earlier run, on a cluster that outlived it."""
         return self.cluster.applications() if self._address is not None else []
 
+    def nodes(self) -> list[dict[str, Any]]:
+        """Of the cluster that was joined; a local Ray has nothing to tell."""
+        return self.cluster.nodes() if self._address is not None else []
+
     @property
     def cluster(self) -> Cluster:
         if self._cluster is None:
@@ -196,9 +204,14 @@ class Deployment:
 
     def watch(self) -> None:
         """To be called now and then, from the thread that made the deployment: what Ray does not keep alive, the number of
-        replicas, and the revision that was asked for."""
+        replicas, and the revision that was asked for. Raises `ClusterLost`."""
+        if self.cluster.is_lost():
+            raise ClusterLost("The node that this process joined by is gone.")
         if self._redis is not None and self._redis.revive():
             log.error("the embedded Redis had ended and was started again; cached answers and counts are lost")
+        if self._lease is not None and not self._lease.held:
+            log.error("another `gearshift serve` has taken this deployment over")
+            return
         with contextlib.suppress(StoreAway):
             self._autoscale()
             head = self._about_revisions(Revisions.head)
@@ -291,6 +304,8 @@ class Deployment:
     def close(self) -> None:
         """Leaves no process and no file, and waits for no answer. May be called at any point of the start. Of a cluster that was
         joined it leaves everything as it is."""
+        if self._lease is not None:
+            self._lease.give_back()
         if self._cluster is not None:
             self._cluster.close()
         if self._redis is not None:

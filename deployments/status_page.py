@@ -11,6 +11,7 @@ from rich.text import Text
 ENGINE_COLUMNS = (
     "model",
     "replica",
+    "node",
     "pids",
     "MiB",
     "running",
@@ -24,12 +25,26 @@ ENGINE_COLUMNS = (
     "aborted",
 )
 GATEWAY_COLUMNS = ("gateway", "pid", "MiB", "first token p50", "p99", "answers a minute")
-LEFT = ("model", "replica", "gateway", "tier", "served by", "starting", "last scaled")
+LEFT = (
+    "model",
+    "replica",
+    "gateway",
+    "tier",
+    "served by",
+    "starting",
+    "last scaled",
+    "node",
+    "name",
+    "state",
+    "resources",
+)
 
 
 def page(facts: dict[str, Any]) -> RenderableType:
     """Engines, gateways, tiers, alerts and the revision."""
+    nodes = [_nodes(facts)] if facts["nodes"] else []
     return Group(
+        *nodes,
         _models(facts["models"], facts["starting"]),
         _engines(facts["engines"]),
         _gateways(facts["gateways"]),
@@ -51,6 +66,7 @@ def _engines(engines: list[dict[str, Any]]) -> Table:
         cells = [
             each["model"],
             each["name"].removeprefix(each["model"] + "-"),
+            each.get("node", "—"),
             " ".join(map(str, each["ranks"])),
             each["rss_mib"],
             each["running"],
@@ -76,6 +92,16 @@ def _gateways(gateways: list[dict[str, Any]]) -> Table:
 
 def _times(ttft: dict[str, Any]) -> list[str]:
     return [f"{1000 * value:.0f} ms" if ttft["count"] else "—" for value in (ttft["p50_s"], ttft["p99_s"])]
+
+
+def _nodes(facts: dict[str, Any]) -> Table:
+    table = _table("Nodes", ("node", "name", "state", "resources", "gateways", "engines"))
+    for node in facts["nodes"]:
+        here = [sum(each.get("node") == node["address"] for each in facts[kind]) for kind in ("gateways", "engines")]
+        resources = ", ".join(f"{name} {amount:g}" for name, amount in sorted(node["resources"].items()))
+        state = "alive" if node["alive"] else "dead"
+        table.add_row(node["address"], node["name"], state, resources, *map(str, here))
+    return table
 
 
 def _models(models: dict[str, Any], starting: list[dict[str, Any]]) -> Table:

@@ -69,20 +69,24 @@ class Targets:
 
     def services(self, config: Config, revision: int, weights: Mapping[str, str]) -> list[Any]:
         """The gateways and the evaluator, which follow later revisions themselves. weights: revisions of the models'."""
-        found = [self._service(GatewayReplica, GATEWAY, config.gateway.replicas, config, revision, weights)]
+        gateway: dict[str, Any] = {"name": GATEWAY, "num_replicas": config.gateway.replicas}
+        if config.gateway.max_replicas_per_node is not None:
+            gateway["max_replicas_per_node"] = config.gateway.max_replicas_per_node
+        found = [self._service(GatewayReplica, gateway, config, revision, weights)]
         if config.evaluation.enabled:
-            found.append(self._service(EvaluatorReplica, EVALUATOR, 1, config, revision, weights))
+            evaluator = {"name": EVALUATOR, "num_replicas": 1}
+            found.append(self._service(EvaluatorReplica, evaluator, config, revision, weights))
         return found
 
     def _service(
-        self, kind: type, name: str, replicas: int, config: Config, revision: int, weights: Mapping[str, str]
+        self, kind: type, options: Mapping[str, Any], config: Config, revision: int, weights: Mapping[str, str]
     ) -> Any:
         from ray import serve
 
         actor = {"num_cpus": 0, "runtime_env": {"env_vars": self._env}}
-        service = serve.deployment(kind, name=name, num_replicas=replicas, ray_actor_options=actor, **self._common)
+        service = serve.deployment(kind, ray_actor_options=actor, **options, **self._common)
         # one that a restarted `serve` finds goes on: it reads what serves by now
         fixed = config.model_dump(mode="json", include={"gateway", "redis", "telemetry"})
         service = service.options(version=digest(fixed), _internal=True)
         app = service.bind(config, revision, dict(weights), self._place)
-        return serve.RunTarget(app, name=f"{self._prefix}{name}", route_prefix=None)
+        return serve.RunTarget(app, name=f"{self._prefix}{options['name']}", route_prefix=None)

@@ -477,6 +477,7 @@ class Gateway(Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     replicas: Count = 1
+    max_replicas_per_node: Annotated[int, Field(ge=1, le=100)] | None = None
     max_inflight: Count = 256
     """Requests one replica works on at a time; the next gets a 429 with Retry-After."""
     max_body_bytes: Count = 4 * 1024**2

@@ -1,7 +1,8 @@
 """Continuous load while processes are killed at random: at the end every request is accounted for, and nothing is left over.
 
 `make chaos`; CHAOS_SECONDS (120) and CHAOS_SEED (drawn, and shown) choose how long and what. A line a fault says what clients saw
-of it and how long it took until everything was there again.
+of it and how long it took until everything was there again. Once on one machine as `gearshift serve` sets it up, and once on a
+cluster of three nodes, with whole nodes, their head, the ranks of a replica and `gearshift serve` itself among the victims.
 """
 
 from __future__ import annotations
@@ -52,6 +53,36 @@ tenants: {{dev: {{open: true}}}}
 cache: {{mode: "off"}}
 gateway: {{port: {port}, replicas: 2}}
 admin: {{port: {admin_port}}}
+"""
+ON_NODES = """
+models:
+  smollm2:
+    source: "pypi:smollm2-135m-instruct"
+    quantization: int8
+    threads: 1
+    max_model_len: 1024
+    kv_cache_memory: 64MiB
+    replicas: 2
+    max_replicas_per_node: 1
+    resources: {{engine: 1}}
+  shared:
+    source: "pypi:smollm2-135m-instruct"
+    dtype: float32
+    threads: 1
+    max_model_len: 1024
+    kv_cache_memory: 64MiB
+    tensor_parallel: 3
+prompts: {{none: {{}}}}
+policies: {{none: {{}}}}
+releases:
+  r: {{model: smollm2, prompt: none, policy: none, sampling: {{temperature: 0}}}}
+  s: {{model: shared, prompt: none, policy: none, sampling: {{temperature: 0}}}}
+tiers: {{only: {{release: r}}, big: {{release: s}}}}
+tenants: {{dev: {{open: true}}}}
+cache: {{mode: "off"}}
+gateway: {{port: {port}, replicas: 2, max_replicas_per_node: 1}}
+admin: {{port: {admin_port}}}
+redis: {{url: "{redis}"}}
 """
 CLEAN = {
     "503 engine_unavailable",

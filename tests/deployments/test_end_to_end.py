@@ -580,3 +580,60 @@ def answers(served: Served, model: str, text: str) -> bool:
         return bool(asked(served, model, text, 4)[0])
     except openai.APIError:
         return False
+
+
+SLEEPS = """
+models:
+  m:
+    {{source: "pypi:smollm2-135m-instruct", quantization: int8, threads: 1, max_model_len: 1024, kv_cache_memory: 64MiB,
+      autoscaling: {{min_replicas: 0, max_replicas: 2, target_queued_tokens: 300, upscale_delay_s: 1, downscale_delay_s: 4,
+                     downscale_to_zero_delay_s: 4}}}}
+prompts: {{none: {{}}}}
+policies: {{none: {{}}}}
+releases: {{r: {{model: m, prompt: none, policy: none, sampling: {{temperature: 0}}}}}}
+tiers: {{only: {{release: r}}}}
+tenants: {{dev: {{open: true}}}}
+cache: {{mode: "off"}}
+gateway: {{port: {port}, replicas: 2}}
+admin: {{port: {admin_port}}}
+"""
+
+
+def test_a_model_sleeps_wakes_for_whoever_asks_and_grows_with_its_load(tmp_path: Path) -> None:
+    served = start(tmp_path, SLEEPS)
+    try:
+
+        def model() -> dict[str, Any]:
+            found: dict[str, Any] = served.status()["models"]["m"]
+            return found
+
+        eventually(lambda: (model()["scaled"] or {"replicas": 1})["replicas"] == 0, 30)
+        assert asked(served, "only", EASY)[0]  # the replica may still be on its way out
+        eventually(lambda: model()["replicas"] == 0, 60)
+        with ThreadPoolExecutor(6) as pool:
+            whole = [pool.submit(asked, served, "only", EASY) for _ in range(3)]
+            streams = [pool.submit(streamed, served, "only", EASY, 16) for _ in range(3)]
+            texts = {each.result()[0] for each in whole} | {each.result() for each in streams}
+        assert len(texts) == 1
+        assert texts.pop()
+        assert model()["replicas"] == 1
+        assert model()["scaled"]["why"].startswith("requests wait for it")
+        with ThreadPoolExecutor(12) as pool:
+            asking = [pool.submit(asked, served, "only", f"{n}: " + "word " * (300 + n)) for n in range(40)]
+            eventually(lambda: model()["scaled"]["replicas"] == 2 or all(each.done() for each in asking), 120)
+            why = model()["scaled"]["why"]
+            assert all(each.result() for each in asking)
+        assert "tokens are queued" in why
+        eventually(lambda: model()["scaled"]["replicas"] == 0, 60)
+        eventually(lambda: model()["replicas"] == 0, 60)
+        command = [sys.executable, "-m", "gearshift", "scale", "m", "2", "--admin-url", served.admin_url]
+        refused = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert (refused.returncode, "scales itself between 0 and 2" in refused.stderr) == (1, True), refused.stderr
+    finally:
+        children = family(served.process)
+        served.process.send_signal(signal.SIGINT)
+        served.process.wait(timeout=120)
+        _, alive = psutil.wait_procs(children, timeout=30)
+        for process in alive:
+            process.kill()
+    assert not alive

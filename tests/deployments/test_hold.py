@@ -81,7 +81,7 @@ async def test_a_stream_that_waits_is_told_why_and_then_is_a_stream_as_always(
             ):
                 assert answer.headers["x-gearshift-release"] == "large-v1"
                 async for line in answer.aiter_lines():
-                    told.append(line)
+                    told.append(line)  # noqa: PERF401 -- looked at while it grows
 
         reading = asyncio.create_task(raw())
         chunks = asyncio.create_task(collect(client, body))
