@@ -28,13 +28,23 @@ SECTIONS = ("throughput", "quality", "latency", "prefix", "scheduling", "versus"
 def gateway(
     repeats: Repeats = 3,
     requests: Annotated[int, typer.Option(min=100, help="Requests of one measurement at 32 clients.")] = 2000,
+    engine: Annotated[
+        bool,
+        typer.Option("--engine", help="Instead: the whole way to a real engine, beside that engine driven in process."),
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Measure what the gateway costs beside a bare FastAPI route, with an engine that costs nothing."""
-    from gearshift.deployments.bench import run_gateway_bench
-
     with bars(err) as progress:
-        report = run_gateway_bench(repeats, requests, progress)
+        if engine:
+            from gearshift.deployments.bench_tax import run_tax_bench
+
+            report = Report("gateway tax")
+            run_tax_bench(repeats, report, progress)
+        else:
+            from gearshift.deployments.bench import run_gateway_bench
+
+            report = run_gateway_bench(repeats, requests, progress)
     _finish(report, json_file)
 
 

@@ -205,7 +205,7 @@ class GatewayReplica:
             self._shadows,
             token,
         )
-        self._server = _Server(
+        self._server = QuietServer(
             uvicorn.Config(
                 app,
                 access_log=False,
@@ -436,7 +436,7 @@ class EvaluatorReplica:
         self._emitter.close()
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """uvicorn without its signal handlers: when to stop is Serve's business."""
 
     @contextlib.contextmanager

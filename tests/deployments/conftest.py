@@ -14,7 +14,7 @@ import uvicorn
 
 from gearshift.deployments.gateway import create_app
 from gearshift.deployments.pipeline import Pipeline
-from gearshift.deployments.replicas import _Server, shared_socket
+from gearshift.deployments.replicas import QuietServer, shared_socket
 from gearshift.deployments.samples import SampleLog
 from gearshift.deployments.shadow import Shadows
 from gearshift.platform import config_file
@@ -97,7 +97,7 @@ def serve(store: Store, anyio_backend: str) -> Serve:
             lambda: pipeline, config.gateway, Emitter(config.telemetry), lambda: None, samples, shadows, token
         )
         listener = shared_socket("127.0.0.1", 0)
-        server = _Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+        server = QuietServer(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve([listener]))
         try:
             yield Gateway(f"http://127.0.0.1:{listener.getsockname()[1]}", pipeline, engines, snapshot)

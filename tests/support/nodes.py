@@ -46,8 +46,9 @@ class Nodes:
     """The first is the head; `kill` ends all processes of one, and `start` brings it back. One Redis is for the head, another one
     for the deployment: Ray's head does not survive the restart of its own."""
 
-    def __init__(self, folder: Path, count: int, resources: str = "{}") -> None:
-        """resources: custom ones of all nodes but the head, as JSON."""
+    def __init__(self, folder: Path, count: int, resources: str = "{}", caches: bool = False) -> None:
+        """resources: custom ones of all nodes but the head, as JSON. caches: whether each node keeps weights of its own."""
+        self._caches = caches
         self._folder = folder
         self._temp = Path(tempfile.mkdtemp(prefix="gs-"))  # short: there are sockets in it
         self._resources = resources
@@ -59,6 +60,10 @@ class Nodes:
     @property
     def address(self) -> str:
         return f"{self.addresses[0]}:{GCS_PORT}"
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._running.values()]
 
     @property
     def environ(self) -> dict[str, str]:
@@ -89,6 +94,8 @@ class Nodes:
             extra["RAY_REDIS_ADDRESS"] = f"{self.addresses[0]}:{GCS_REDIS_PORT}"
         else:
             command += [f"--address={self.address}", f"--resources={self._resources}"]
+        if self._caches:
+            extra["GEARSHIFT_CACHE"] = str(self._folder / f"cache-{node}")
         log = f"node-{node}-{time.monotonic_ns()}.log"
         self._running[node] = self._spawn(command, log, extra)
         wait_for(lambda: "Ray runtime started" in (self._folder / log).read_text())
@@ -117,8 +124,8 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, count: int, resources: str = "{}") -> Iterator[Nodes]:
-    nodes = Nodes(folder, count, resources)
+def cluster(folder: Path, count: int, resources: str = "{}", caches: bool = False) -> Iterator[Nodes]:
+    nodes = Nodes(folder, count, resources, caches)
     with own_network(nodes.addresses):
         try:
             nodes.start_redis(GCS_REDIS_PORT)
