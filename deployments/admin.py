@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ from gearshift.deployments.plan import instances_of, plan
 from gearshift.deployments.replicas import Place
 from gearshift.deployments.revisions import Kind, Revision, Revisions
 from gearshift.platform import config_file
+from gearshift.platform.cache import exact
+from gearshift.platform.cache.exact import ExactCache
 from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.config import Config
 from gearshift.platform.errors import ConfigError, GearshiftError, InvalidRequest, NotFound, StoreUnavailable, public
@@ -35,6 +38,7 @@ from gearshift.router.arms import Snapshot
 Who = Annotated[str, Header()]
 """Who acts, for the log; it is not checked."""
 NODES_TIMEOUT_S = 2.0
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 Action = Literal["pause", "resume", "advance", "abort"]
 
 
@@ -73,6 +77,15 @@ class Back(BaseModel):
 
     revision: int | None = None
     why: str = ""
+
+
+class Purge(BaseModel):
+    """Body of `POST /admin/cache/purge`: whose answers; what is left out is any."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tenant: str | None = None
+    release: str | None = None
 
 
 def create_admin_app(
@@ -149,6 +162,19 @@ def create_admin_app(
     async def releases() -> JsonObject:
         snapshot, scores = await SnapshotBoard(store, serving()).read(), (await evaluated(store))["releases"]
         return {"releases": [_release(serving(), snapshot, name, scores.get(name, {})) for name in serving().releases]}
+
+    @app.get("/admin/cache")
+    async def cache() -> JsonObject:
+        return {"answers": await store.count_all(store.key(exact.EXACT, "*"))}
+
+    @app.post("/admin/cache/purge")
+    async def purge(body: Purge) -> JsonObject:
+        if body.tenant is not None and body.tenant not in serving().tenants:
+            raise NotFound(f"There is no tenant {body.tenant!r}; there are: {', '.join(serving().tenants)}.")
+        if body.release is not None and not NAME.fullmatch(body.release):  # one that is gone may have left answers
+            raise InvalidRequest(f"{body.release!r} is no name of a release.", param="release")
+        kept = ExactCache(store, 0.0, 0)
+        return {"deleted": await kept.purge(body.tenant or "*", body.release or "*")}
 
     @app.get("/admin/revisions")
     async def history() -> JsonObject:

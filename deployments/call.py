@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from gearshift.deployments.samples import Heard
 from gearshift.platform.cache.limits import Reservation
@@ -18,6 +19,10 @@ CHARS_PER_TOKEN = 3
 """A low guess, so that what is reserved is rarely less than what is used."""
 
 
+CacheUse = Literal["any", "refresh", "none", "never"]
+"""refresh: a new answer, which is kept; none: the client wants nothing of the cache; never: nor do we."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One request as it arrived."""
@@ -25,7 +30,7 @@ class Call:
     id: str
     body: Generation
     authorization: str = ""
-    no_cache: bool = False
+    use: CacheUse = "any"
     tier: str = ""
     """That the client wants `auto` to take, from its header."""
     trace: Mapping[str, str] = field(default_factory=dict)

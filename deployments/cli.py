@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gearshift import __version__
-from gearshift.deployments import cli_bench, cli_eval, cli_experiment, cli_revision, cli_router, client
+from gearshift.deployments import cli_bench, cli_cache, cli_eval, cli_experiment, cli_revision, cli_router, client
 from gearshift.deployments.cli_experiment import DEFAULT_ADMIN_URL, who
 from gearshift.deployments.consoles import config_path, err, out
 from gearshift.deployments.files import check_files
@@ -38,6 +38,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
 for name, sub in {
     "models": models_app,
     "config": config_app,
+    "cache": cli_cache.app,
     "keys": keys_app,
     "experiment": cli_experiment.app,
     "router": cli_router.app,

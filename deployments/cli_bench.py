@@ -205,6 +205,21 @@ def evaluation(
     _finish(report, json_file)
 
 
+@app.command("cache")
+def cache(
+    repeats: Repeats = 3,
+    requests: Annotated[int, typer.Option(min=100, help="Requests of one measurement at 32 clients.")] = 4000,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure what an answer from the cache costs beside a bare route that reads from the same Redis, and what is shared."""
+    from gearshift.deployments.bench_cache import run_cache_bench
+
+    report = Report("cache")
+    with bars(err) as progress:
+        run_cache_bench(repeats, requests, report, progress)
+    _finish(report, json_file)
+
+
 @app.command("replicas")
 def replicas(
     repeats: Repeats = 3,

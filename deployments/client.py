@@ -33,7 +33,7 @@ class Chat:
 
     def whole(self, question: str) -> tuple[str, dict[str, str]]:
         body = self._ask(question)
-        response = _checked(lambda: self._client.post("/v1/chat/completions", json=body))
+        response = checked(lambda: self._client.post("/v1/chat/completions", json=body))
         self._note(response)
         answer = str(response.json()["choices"][0]["message"]["content"])
         self._messages.append({"role": "assistant", "content": answer})
@@ -79,10 +79,11 @@ def admin(url: str, method: str, path: str, body: Any = None, more: Mapping[str,
     token = os.environ.get("GEARSHIFT_ADMIN_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}
     with httpx.Client(base_url=url, headers=headers | dict(more or {}), timeout=10.0) as session:
-        return _checked(lambda: session.request(method, path, json=body)).json()
+        return checked(lambda: session.request(method, path, json=body)).json()
 
 
-def _checked(send: Any) -> httpx.Response:
+def checked(send: Any) -> httpx.Response:
+    """Raises `RequestFailed` for anything but an answer."""
     try:
         response: httpx.Response = send()
     except httpx.HTTPError as error:

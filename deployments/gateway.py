@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gearshift import __version__
-from gearshift.deployments.call import Call, Ticket
+from gearshift.deployments.call import CacheUse, Call, Ticket
 from gearshift.deployments.exposition import metrics_page
 from gearshift.deployments.feedback import parse_feedback
 from gearshift.deployments.pipeline import Pipeline, without_text
@@ -295,7 +295,7 @@ class Exchange:
             id=self._record.request_id,
             body=asked,
             authorization=headers.get("authorization", ""),
-            no_cache=_refuses_cache(headers.get("cache-control", "")),
+            use=_cache_use(headers.get("cache-control", "")),
             tier=headers.get("x-gearshift-tier", ""),
             trace=trace,
         )
@@ -415,8 +415,10 @@ class Exchange:
         return facts | (reservation.headers() if reservation else {})
 
 
-def _refuses_cache(cache_control: str) -> bool:
-    return not {"no-cache", "no-store"}.isdisjoint(part.strip().lower() for part in cache_control.split(","))
+def _cache_use(cache_control: str) -> CacheUse:
+    """As HTTP has it: `no-store` keeps nothing, `no-cache` wants a new answer, which is kept."""
+    wishes = {part.strip().lower() for part in cache_control.split(",")}
+    return "none" if "no-store" in wishes else "refresh" if "no-cache" in wishes else "any"
 
 
 async def _disconnected(receive: Receive) -> None:

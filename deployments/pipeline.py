@@ -4,7 +4,6 @@ ARCHITECTURE.md. Closing the generator at any step aborts everything below it.""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -17,13 +16,15 @@ import msgspec
 from gearshift.deployments.call import Call, Candidate, Ticket, cost, estimate_prompt, estimate_tokens, query_of
 from gearshift.deployments.cascade import Again, GivenUp, second_sample, verified
 from gearshift.deployments.choices import of_choice, several
+from gearshift.deployments.identity import fingerprint, question
 from gearshift.deployments.routing import Routing
 from gearshift.guardrails import stream
 from gearshift.guardrails.policy import CompiledPolicy, compile_policy
 from gearshift.guardrails.verdict import Stage, Verdict
 from gearshift.platform import telemetry
 from gearshift.platform.cache import exact
-from gearshift.platform.cache.exact import Answer, ExactCache, Question
+from gearshift.platform.cache.exact import Answer, Question
+from gearshift.platform.cache.flight import Flight, Flights, Part
 from gearshift.platform.cache.limits import RateLimits
 from gearshift.platform.config import AUTO, Config
 from gearshift.platform.engine.protocol import Engine, Starting
@@ -57,14 +58,14 @@ class Pipeline:
         engines: Mapping[str, Engine],
         revisions: Mapping[str, str],
         limits: RateLimits,
-        cache: ExactCache,
+        flights: Flights,
         snapshot: Callable[[], Snapshot],
     ) -> None:
         self._config = config
         self._engines = engines
         self._starting = {name: engine for name, engine in engines.items() if isinstance(engine, Starting)}
         self._limits = limits
-        self._cache = cache
+        self._flights = flights
         self._snapshot = snapshot
         self._tenants = Tenants(config.tenants)
         self._routing = Routing(config, engines, snapshot)
@@ -144,25 +145,45 @@ class Pipeline:
                 prompt = self._config.prompts[release.prompt]
                 record.prompt = release.prompt, prompt.version
                 messages = assemble(prompt, messages)
-        with record.step("cache"):
-            question = self._question(call, served.release, messages, sampling, verify is not None, record)
-            answer = await self._look_up(question, record)
-        if answer is not None:  # it passed the output guardrails of this very policy before it was stored
-            record.usage, record.finish_reason = answer.usage, answer.finish_reason
-            for delta in answer.deltas():
+        asked = self._question(call, served.release, messages, sampling, verify is not None, record)
+        generate = partial(self._generate, call, release.model, policy, messages, sampling, verify, record)
+        found = await self._look_up(asked, call, record)
+        if isinstance(found, Answer):  # it passed the output guardrails of this very policy before it was stored
+            deltas = found.deltas()
+            self._finish(deltas[-1], served, record)
+            for delta in deltas:
                 yield delta
             return
-        pieces: list[str] = []
-        with record.step("generate"):
-            async with aclosing(
-                self._generate(call, release.model, policy, messages, sampling, verify, record)
-            ) as deltas:
-                async for delta in deltas:
-                    pieces.append(delta.text)
+        coming = generate() if found is not None or asked is None else self._shared(asked, generate, record)
+        with self._flights.led(found):
+            async with aclosing(coming):
+                async for delta in coming:
+                    if found is not None:
+                        found.add(delta)
                     if delta.finish_reason:
                         self._finish(delta, served, record)
-                        self._store(question, pieces, delta)
                     yield delta
+
+    async def _look_up(self, asked: Question | None, call: Call, record: Record) -> Answer | Flight | None:
+        """The answer, or a flight to be led; None where there is nothing to look up, or somebody else is at it."""
+        if asked is None:
+            record.cache = "bypass"
+            return None
+        anew, begun = call.use == "refresh" and self._config.cache.bypass, time.time_ns()
+        found = Flight(asked) if anew else await self._flights.find(asked)
+        if found is not None:
+            record.looked_up(begun, "refresh" if anew else "hit" if isinstance(found, Answer) else "miss")
+        return found
+
+    def _shared(
+        self, asked: Question, generate: Callable[[], AsyncGenerator[Delta, None]], record: Record
+    ) -> AsyncGenerator[Delta, None]:
+        begun = time.time_ns()
+
+        def told(part: Part) -> None:
+            record.looked_up(begun, part)
+
+        return self._flights.follow(asked, generate, told)
 
     def _generate(
         self,
@@ -240,7 +261,7 @@ class Pipeline:
     def in_shadow(self, record: Record) -> list[Candidate]:
         """Arms that a request which was answered is also sent to, because they have no traffic."""
         seen = record.exposure
-        if seen is None or record.status != 200 or record.cache == "hit" or record.fallbacks:
+        if seen is None or record.status != 200 or record.replayed or record.fallbacks:
             return []
         snapshot = self._snapshot()
         if snapshot.trials[seen.experiment].period != seen.period:  # the weights have moved since
@@ -291,36 +312,24 @@ class Pipeline:
         record: Record,
     ) -> Question | None:
         """None when this request has nothing to do with the cache."""
-        mode = call.body.cache.mode if call.body.cache else self._config.cache.mode
-        if self._config.cache.mode == "off" or call.no_cache or not exact.cacheable(mode, sampling):
+        config, wished = self._config.cache, call.body.cache
+        mode = self._config.releases[release].cache or config.mode
+        if wished is not None and (config.bypass or wished.mode == "all"):
+            mode = wished.mode
+        refused = call.use == "never" or (call.use == "none" and config.bypass)
+        if config.mode == "off" or refused or call.body.choices > 1 or not exact.cacheable(mode, sampling):
             return None
-        if call.body.choices > 1:
-            return None
-        salt = call.body.cache_salt or ""
-        if call.body.raw:
-            salt = f"{salt}\0raw {call.body.token_ids or ''}"
-        if verify:  # an answer that nobody judged is no answer to a request that wants it judged
-            salt = f"{salt}\0{self._routing.judge_id}"
+        judge = self._routing.judge_id if verify else ""
         generation = self._snapshot().generations.get(release, 0)
-        if generation:  # a version that was rolled back leaves its answers behind
-            salt = f"{salt}\0generation {generation}"
-        return Question(record.tenant, self.fingerprints[release], messages, sampling, salt)
-
-    async def _look_up(self, question: Question | None, record: Record) -> Answer | None:
-        answer = await self._cache.get(question) if question is not None else None
-        record.cache = "bypass" if question is None else "miss" if answer is None else "hit"
-        return answer
-
-    def _store(self, question: Question | None, pieces: list[str], last: Delta) -> None:
-        """Only whole answers that passed the guardrails."""
-        if question is not None and last.finish_reason in ("stop", "length") and last.usage is not None:
-            answer = Answer(tuple(piece for piece in pieces if piece), last.finish_reason, last.usage)
-            self._later(self._cache.put(question, answer))
+        return question(
+            record.tenant, release, self.fingerprints[release], call.body, messages, sampling, judge, generation
+        )
 
     def _finish(self, delta: Delta, served: Served, record: Record) -> None:
         record.usage, record.finish_reason = delta.usage, delta.finish_reason or ""
         if delta.usage is not None and served.tier:
-            record.cost_dollars = cost(delta.usage, self._config.tiers[served.tier].price)
+            dollars = cost(delta.usage, self._config.tiers[served.tier].price)
+            record.cost_dollars, record.saved_dollars = (0.0, dollars) if record.replayed else (dollars, 0.0)
 
     def models(self) -> list[str]:
         """Everything a client may ask for."""
@@ -340,6 +349,7 @@ class Pipeline:
         """Returns when what was left for later has been done."""
         while self._background:
             await asyncio.wait(self._background)
+        await self._flights.settled()
         await self._limits.settled()
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -351,17 +361,18 @@ class Pipeline:
 
 async def _timed(deltas: AsyncGenerator[Delta, None], record: Record) -> AsyncGenerator[Delta, None]:
     """Adds the time that was spent waiting for the engine to the record."""
-    async with aclosing(deltas):
-        while True:
-            asked = time.time_ns()
-            try:
-                delta = await anext(deltas)
-            except StopAsyncIteration:
-                return
-            finally:
-                record.engine_ns += time.time_ns() - asked
-            record.engine_deltas += 1
-            yield delta
+    with record.step("generate"):
+        async with aclosing(deltas):
+            while True:
+                asked = time.time_ns()
+                try:
+                    delta = await anext(deltas)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    record.engine_ns += time.time_ns() - asked
+                record.engine_deltas += 1
+                yield delta
 
 
 def _check_readable(policy: CompiledPolicy, name: str, body: Generation) -> None:
@@ -390,24 +401,9 @@ def _noter(record: Record, stage: Stage) -> Callable[[Verdict], None]:
 def _used(record: Record) -> int:
     """Tokens that count against the limits: none for an answer from the cache, what came out of one that broke off."""
     given_up = sum(note.prompt_tokens + note.completion_tokens for note in record.attempts)
-    if record.cache == "hit":
+    if record.replayed:
         return given_up
     return given_up + (record.usage.total_tokens if record.usage else record.engine_deltas)
-
-
-def fingerprint(config: Config, release: str, revisions: Mapping[str, str]) -> str:
-    """Changes whenever the release would answer differently: weights, precision, prompt, policy."""
-    pinned = config.releases[release]
-    model = config.models[pinned.model]
-    parts: list[Any] = [
-        release,
-        pinned.model,
-        revisions[pinned.model],
-        [model.dtype, model.quantization, model.kv_cache_dtype, model.model_impl],
-        config.prompts[pinned.prompt].model_dump(),
-        config.policies[pinned.policy].model_dump(),
-    ]
-    return "fp_" + hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
 def without_text(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gearshift.deployments.pipeline import fingerprint
+from gearshift.deployments.identity import fingerprint
 from gearshift.platform.config import Config, Model
 from gearshift.platform.weights import source
 from gearshift.router.arms import contents_of

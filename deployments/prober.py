@@ -55,7 +55,7 @@ class Prober:
                 "service_tier": "flex",
             }
         )
-        call, candidate = Call(record.request_id, body, no_cache=True), Candidate(Served("", release))
+        call, candidate = Call(record.request_id, body, use="never"), Candidate(Served("", release))
         try:
             async with (
                 asyncio.timeout(TIMEOUT_S),

@@ -35,6 +35,7 @@ from gearshift.deployments.revisions import Revisions
 from gearshift.deployments.samples import SampleLog
 from gearshift.deployments.shadow import Shadows
 from gearshift.platform.cache.exact import ExactCache
+from gearshift.platform.cache.flight import Flights
 from gearshift.platform.cache.limits import RateLimits
 from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.config import Config, Model
@@ -243,7 +244,7 @@ class GatewayReplica:
             self._pool.engines(keys),
             weights,
             self._limits,
-            ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes),
+            Flights(self._store, ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes)),
             lambda: snapshot.current,
         )
         return Serving(revision, config, keys, pipeline)
@@ -380,7 +381,7 @@ class EvaluatorReplica:
             self._pool.engines(keys),
             weights,
             RateLimits(self._store, config.redis.on_loss),
-            ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes),
+            Flights(self._store, ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes)),
             lambda: Snapshot.of(config),
         )
         prober = Prober(pipeline, lambda: self._pool.away(keys))

@@ -179,7 +179,7 @@ def _answered(record: Record, heard: Heard, limit: int) -> Sample:
     tokens = record.usage.completion_tokens if record.usage else 0
     between = (record.ended_ns - record.first_token_ns) / 1e9 / (tokens - 1) if first and tokens > 1 else None
     answer = "".join(heard.pieces)
-    used = record.cache != "hit" and not record.fallbacks
+    used = not record.replayed and not record.fallbacks
     return Sample(
         request_id=record.request_id,
         tenant=record.tenant,
@@ -191,8 +191,8 @@ def _answered(record: Record, heard: Heard, limit: int) -> Sample:
         status=record.status,
         error=record.error,
         finish_reason=record.finish_reason,
-        ttft_s=first if record.cache != "hit" else None,
-        inter_token_s=between if record.cache != "hit" else None,
+        ttft_s=first if not record.replayed else None,
+        inter_token_s=between if not record.replayed else None,
         duration_s=(record.ended_ns - record.started_ns) / 1e9,
         prompt_tokens=record.usage.prompt_tokens if record.usage else 0,
         completion_tokens=tokens,

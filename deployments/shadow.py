@@ -46,7 +46,7 @@ class Shadows:
         record = Record(f"{call.id}-shadow", tenant=ticket.record.tenant)
         heard = Heard(ticket.heard.wanted, ticket.heard.trace, ticket.heard.question)
         body = call.body.model_copy(update={"n": None, "stream": None, "service_tier": "flex"})
-        hidden = replace(call, id=record.request_id, body=body, no_cache=True)
+        hidden = replace(call, id=record.request_id, body=body, use="never")
         pipeline.hidden += 1
         try:
             async with asyncio.timeout(TIMEOUT_S), aclosing(pipeline.answer(hidden, candidate, record)) as deltas:

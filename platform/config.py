@@ -200,6 +200,9 @@ class SamplingDefaults(Section):
     max_completion_tokens: Count = 512
 
 
+CacheMode = Literal["off", "deterministic", "all"]
+
+
 class Release(Section):
     """What is cached, tested, compared and rolled back: model x prompt x policy x sampling defaults, all pinned."""
 
@@ -207,6 +210,8 @@ class Release(Section):
     prompt: Name
     policy: Name
     sampling: SamplingDefaults = SamplingDefaults()
+    cache: CacheMode | None = None
+    """In the place of `cache.mode`, where that is not off."""
 
 
 Measure = Literal[
@@ -434,7 +439,9 @@ class Router(Section):
 class Cache(Section):
     """`deterministic`: only answers that would come out the same again (temperature 0 or a seed)."""
 
-    mode: Literal["off", "deterministic", "all"] = "deterministic"
+    mode: CacheMode = "deterministic"
+    bypass: bool = True
+    """Whether clients may refuse the cache, by `Cache-Control: no-cache` or `no-store` or a mode that keeps less."""
     ttl_s: Seconds = 3600.0
     max_answer_bytes: Annotated[int, Field(ge=1)] = 262144
 

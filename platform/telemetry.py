@@ -95,6 +95,11 @@ REQUESTS = Counter("gearshift_requests", "Requests ended", ["tenant", "tier", "r
 TOKENS = Counter("gearshift_tokens", "Tokens of answers from engines", ["tenant", "release", "kind"])
 COST = Counter("gearshift_cost_dollars", "Price of the tokens", ["tenant", "tier"])
 CACHE = Counter("gearshift_cache", "Answers looked up", ["kind", "result"])
+CACHE_LOOKUPS = Counter("gearshift_cache_lookups", "Answers looked up", ["tenant", "release", "result"])
+SAVED_TOKENS = Counter(
+    "gearshift_cache_saved_tokens", "Tokens of answers that were not generated anew", ["tenant", "release", "result"]
+)
+SAVED_COST = Counter("gearshift_cache_saved_dollars", "Their price", ["tenant", "release", "result"])
 CASCADE = Counter("gearshift_cascade", "Answers of the cheap tier judged before they were sent", ["tier", "result"])
 SCORES = Histogram(
     "gearshift_route_score", "Estimated gain of the expensive tier", ["tenant"], buckets=[n / 20 for n in range(-4, 21)]
@@ -206,11 +211,14 @@ class Record:
     accepted: bool = False
     """The answer was judged, and found good enough."""
     cache: str = "bypass"
+    """Or hit, miss; shared: with a request that was answered at the same time."""
     stream: bool = False
     verdicts: list[VerdictNote] = field(default_factory=list)
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
     usage: Usage | None = None
     cost_dollars: float = 0.0
+    saved_dollars: float = 0.0
+    """What it would have cost without the cache."""
     finish_reason: str = ""
     status: int = 0
     error: str = ""
@@ -227,6 +235,18 @@ class Record:
             yield
         finally:
             self.steps.append(StepTime(name, start, time.time_ns()))
+
+    def looked_up(self, begun_ns: int, found: str) -> None:
+        """The cache was asked. An answer that another request got meanwhile was waited for like an engine's."""
+        self.cache, now = found, time.time_ns()
+        self.steps.append(StepTime("cache", begun_ns, now))
+        if found == "shared":
+            self.engine_ns += now - begun_ns
+
+    @property
+    def replayed(self) -> bool:
+        """It was generated for another request."""
+        return self.cache in ("hit", "shared")
 
     @property
     def overhead_ms(self) -> float:
@@ -411,7 +431,7 @@ def _count(record: Record) -> None:
     SERVER_DURATION.labels(*operation).observe((record.ended_ns - record.started_ns) / 1e9)
     if record.first_token_ns:
         SERVER_TTFT.labels(*operation).observe((record.first_token_ns - record.started_ns) / 1e9)
-    if record.cache != "hit" and record.usage is not None:
+    if not record.replayed and record.usage is not None:
         usage = record.usage
         TOKENS.labels(record.tenant, record.release, "prompt").inc(usage.prompt_tokens)
         TOKENS.labels(record.tenant, record.release, "completion").inc(usage.completion_tokens)
@@ -420,6 +440,12 @@ def _count(record: Record) -> None:
             seconds = (record.ended_ns - record.first_token_ns) / 1e9
             SERVER_PER_TOKEN.labels(*operation).observe(seconds / (usage.completion_tokens - 1))
     CACHE.labels("exact", record.cache).inc()
+    if record.cache != "bypass":
+        CACHE_LOOKUPS.labels(record.tenant, record.release, record.cache).inc()
+    if record.replayed and record.usage is not None:
+        saved = record.tenant, record.release, record.cache
+        SAVED_TOKENS.labels(*saved).inc(record.usage.total_tokens)
+        SAVED_COST.labels(*saved).inc(record.saved_dollars)
     ROUTES.labels(record.tier, record.route_reason.partition(":")[0]).inc()
     if record.score is not None:
         SCORES.labels(record.tenant).observe(record.score)

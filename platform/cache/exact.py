@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -15,20 +16,31 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["off", "deterministic", "all"]
 CHECKSUM_BYTES = 8
+EXACT = "exact"
+SCHEMA = b"2 "
+"""Of questions and answers; another one finds none of the old."""
 
 
-class Question(msgspec.Struct, frozen=True, array_like=True):
+class Question(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Everything that an answer depends on. What is not in here must not change an answer."""
 
     tenant: str
+    name: str
+    """Of the release."""
     release: str
     """Fingerprint of the release: weights revision, engine precision, prompt, policy."""
     messages: tuple[Message, ...]
     sampling: SamplingParams
     salt: str
+    raw: bool = False
+    """A prompt that is continued, and not a conversation."""
+    token_ids: tuple[int, ...] | None = None
+    judge: str = ""
+    generation: int = 0
 
+    @cached_property
     def key(self) -> str:
-        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
+        return hashlib.sha256(SCHEMA + msgspec.msgpack.encode(self)).hexdigest()
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -63,9 +75,12 @@ class ExactCache:
 
     async def get(self, question: Question) -> Answer | None:
         try:
-            value = await self._store.get(self._key(question))
+            return self.decoded(await self._store.get(self.key(question)))
         except StoreAway:
             return None
+
+    def decoded(self, value: bytes | None) -> Answer | None:
+        """None as well for one that is damaged or of another version."""
         if value is None or _checksum(value[CHECKSUM_BYTES:]) != value[:CHECKSUM_BYTES]:
             return None
         try:
@@ -78,12 +93,17 @@ class ExactCache:
         if len(value) > self._max_bytes:
             return
         try:
-            await self._store.set(self._key(question), _checksum(value) + value, self._ttl_s)
+            await self._store.set(self.key(question), _checksum(value) + value, self._ttl_s)
         except StoreAway:
             log.debug("an answer was not stored")
 
-    def _key(self, question: Question) -> str:
-        return self._store.key("exact", question.key())
+    def key(self, question: Question) -> str:
+        """Where in Redis: names first, so that what belongs to one is found again."""
+        return self._store.key(EXACT, question.tenant, question.name, question.key)
+
+    async def purge(self, tenant: str = "*", release: str = "*") -> int:
+        """Deletes what is kept of a tenant, a release, both or all; the number of answers. Raises `StoreAway`."""
+        return await self._store.delete_all(self._store.key(EXACT, tenant, release, "*"))
 
 
 def _checksum(value: bytes) -> bytes:

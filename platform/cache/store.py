@@ -51,6 +51,25 @@ class Store:
     async def delete(self, key: str) -> None:
         await self._call("UNLINK", key)
 
+    async def delete_all(self, pattern: str) -> int:
+        """Keys that match the glob pattern; returns how many there were."""
+        count, cursor = 0, b"0"
+        while True:
+            cursor, keys = await self._call("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            if keys:
+                count += await self._call("UNLINK", *keys)
+            if cursor == b"0":
+                return count
+
+    async def count_all(self, pattern: str) -> int:
+        """Keys that match the glob pattern."""
+        count, cursor = 0, b"0"
+        while True:
+            cursor, keys = await self._call("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            count += len(keys)
+            if cursor == b"0":
+                return count
+
     async def hash_set(self, key: str, field: str, value: bytes) -> None:
         await self._call("HSET", key, field, value)
 

@@ -19,6 +19,7 @@ from gearshift.deployments.samples import SampleLog
 from gearshift.deployments.shadow import Shadows
 from gearshift.platform import config_file
 from gearshift.platform.cache.exact import ExactCache
+from gearshift.platform.cache.flight import Flights
 from gearshift.platform.cache.limits import RateLimits
 from gearshift.platform.cache.store import Store
 from gearshift.platform.config import Config
@@ -86,7 +87,7 @@ def serve(store: Store, anyio_backend: str) -> Serve:
             engines,
             dict.fromkeys(config.models, "echo"),
             RateLimits(store, "allow"),
-            ExactCache(store, 60, 100_000),
+            Flights(store, ExactCache(store, 60, 100_000)),
             lambda: snapshot[-1],
         )
         token = "sesame" if config.telemetry.metrics_token_env else None

@@ -181,8 +181,47 @@ def test_under_auto_an_easy_and_a_hard_question_go_to_different_tiers(served: Se
 def test_the_same_question_again_is_a_hit_with_the_same_text(served: Served) -> None:
     text = "Name the largest planet."
     first, again, fresh = (asked(served, "cheap", text, headers=h) for h in ({}, {}, {"cache-control": "no-cache"}))
-    assert [headers["x-gearshift-cache"] for _, headers in (first, again, fresh)] == ["miss", "hit", "bypass"]
+    assert [headers["x-gearshift-cache"] for _, headers in (first, again, fresh)] == ["miss", "hit", "refresh"]
     assert first[0] == again[0] == fresh[0]
+
+
+def test_a_hundred_equal_questions_at_once_are_one_generation_also_when_its_gateway_is_killed(served: Served) -> None:
+    def one(text: str, tokens: int = 48) -> tuple[str, str]:
+        """What came, and how: with connections of its own, so that both gateways are asked."""
+        try:
+            raw = served.client.chat.completions.with_raw_response.create(
+                model="cheap", messages=question(text), max_completion_tokens=tokens, extra_body={"ignore_eos": True}
+            )
+        except openai.APIConnectionError:
+            return "", "gone"
+        return raw.parse().choices[0].message.content or "", raw.headers["x-gearshift-cache"]
+
+    text = "Tell me everything about the history of the lighthouse."
+    with ThreadPoolExecutor(100) as pool:
+        found = list(pool.map(one, [text] * 100))
+    assert len({answer for answer, _ in found}) == 1
+    parts = [part for _, part in found]
+    assert (parts.count("miss"), set(parts)) == (1, {"miss", "shared", "hit"}), parts
+
+    def finished() -> float:
+        page = httpx.get(f"{served.url}/metrics").text
+        families = {family.name: family for family in text_string_to_metric_families(page)}
+        return sum(
+            sample.value for sample in families["vllm:request_success"].samples if sample.name.endswith("_total")
+        )
+
+    before, gateways = finished(), [gateway["pid"] for gateway in served.status()["gateways"]]
+    with ThreadPoolExecutor(40) as pool:
+        asking = [pool.submit(one, "Tell me everything about the history of the windmill.", 400) for _ in range(40)]
+        eventually(lambda: served.engine("smollm2-135m")["running"])
+        os.kill(gateways[0], signal.SIGKILL)
+        found = [each.result() for each in asking]
+    whole = {answer for answer, part in found if part != "gone"}
+    assert len(whole) == 1
+    assert whole.pop()
+    assert 0 < sum(part == "gone" for _, part in found) < 40
+    eventually(lambda: {each["pid"] for each in served.status()["gateways"]} - set(gateways), 60)
+    assert eventually(finished) - before == 1
 
 
 def test_a_shared_beginning_is_computed_once_and_flex_is_batch_work(served: Served) -> None:

@@ -104,6 +104,7 @@ async def test_the_same_question_is_a_hit_for_its_tenant_and_a_miss_for_another(
         ({"temperature": 1, "extra_body": {"cache": {"mode": "all"}}}, "hit"),
         ({"extra_body": {"cache": {"mode": "off"}}}, "bypass"),
         ({"extra_headers": {"cache-control": "no-store"}}, "bypass"),
+        ({"extra_headers": {"cache-control": "no-cache"}}, "refresh"),
     ],
 )
 async def test_what_is_cached_is_up_to_sampling_and_to_the_request(

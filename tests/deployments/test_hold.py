@@ -84,13 +84,14 @@ async def test_a_stream_that_waits_is_told_why_and_then_is_a_stream_as_always(
                     told.append(line)  # noqa: PERF401 -- looked at while it grows
 
         reading = asyncio.create_task(raw())
-        chunks = asyncio.create_task(collect(client, body))
+        other = body | {"messages": [{"role": "user", "content": "one two three"}]}
+        chunks = asyncio.create_task(collect(client, other))
         await until(lambda: told and engine.held == 2)
         await engine.refresh([], "loading weights")
         await until(lambda: told[-2].startswith(": large is starting: loading weights"))
         async with woken(engine, tmp_path / "e.sock"):
             await reading
-            assert await chunks == "one two"  # the official client knows what comments are
+            assert await chunks == "one two three"  # the official client knows what comments are
         assert told[0].startswith(": large is starting: waiting for a replica")
         data = [line.removeprefix("data: ") for line in told if line.startswith("data: ")]
         assert "".join(json.loads(each)["choices"][0]["delta"].get("content") or "" for each in data[:-1]) == "one two"

@@ -26,7 +26,7 @@ from gearshift.platform.request import Message, SamplingParams, Usage
 pytestmark = pytest.mark.anyio
 
 GREEDY = SamplingParams(temperature=0)
-QUESTION = Question("acme", "fp_1", (Message("user", "hello"),), GREEDY, "")
+QUESTION = Question("acme", "r", "fp_1", (Message("user", "hello"),), GREEDY, "")
 ANSWER = Answer(("he", "llo"), "stop", Usage(3, 2))
 SLOW = Limits(requests_per_minute=3, tokens_per_minute=100)
 
@@ -109,7 +109,7 @@ def differing() -> list[Question]:
 def test_whatever_changes_an_answer_changes_the_key() -> None:
     questions = differing()
     assert len(questions) > 18
-    assert len({question.key() for question in questions}) == len(questions)
+    assert len({question.key for question in questions}) == len(questions)
 
 
 def test_only_deterministic_answers_are_cached_unless_asked() -> None:
@@ -123,14 +123,14 @@ def test_only_deterministic_answers_are_cached_unless_asked() -> None:
 
 async def test_a_damaged_foreign_or_too_long_value_is_a_miss(store: Store) -> None:
     cache = ExactCache(store, ttl_s=60, max_answer_bytes=1000)
-    key = store.key("exact", QUESTION.key())
+    key = cache.key(QUESTION)
     await cache.put(QUESTION, ANSWER)
     whole = await store.get(key)
     assert whole is not None
     for damaged in (b"", b"short", whole[:-1], whole[:-1] + b"x", b"\0" * 40):
         await store.set(key, damaged, 60)
         assert await cache.get(QUESTION) is None
-    other = Question("acme", "fp_1", (Message("user", "long"),), GREEDY, "")
+    other = Question("acme", "r", "fp_1", (Message("user", "long"),), GREEDY, "")
     await cache.put(other, Answer(("x" * 2000,), "stop", Usage(1, 1)))
     assert await cache.get(other) is None
 
