@@ -299,14 +299,14 @@ def _starting(member: registry.Member) -> JsonObject:
 
 async def _models(config: Config, members: Sequence[registry.Member], store: Store) -> JsonObject:
     """Replicas that each model has and shall have, requests that wait for the first, and what its autoscaler did last."""
-    told = await store.hash_all(store.key("scales"))
+    told = await registry.scales(store)
     found: JsonObject = {}
     for key, name in instances_of(config).items():
         load, scaling = load_of(key, members), config.models[name].autoscaling
         found[name] = {"instance": key, "replicas": load.replicas, "held": load.held}
         if scaling is not None:
             found[name] |= {"min_replicas": scaling.min_replicas, "max_replicas": scaling.max_replicas}
-            found[name]["scaled"] = msgspec.json.decode(told[key]) if key in told else None
+            found[name]["scaled"] = msgspec.to_builtins(told[key]) if key in told else None
     return found
 
 

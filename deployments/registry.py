@@ -15,6 +15,7 @@ from gearshift.platform.request import EngineStats
 
 EVALUATOR = ":evaluator"
 """In the place of a model's name, which has no colon."""
+SCALES = "scales"
 BEAT_S = 0.5
 STALE_S = 5.0
 
@@ -57,6 +58,34 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     def reached_from(self, node: str) -> str:
         """An engine's address for a process on that node."""
         return self.remote if self.remote and node != self.node else self.address
+
+
+class Scaled(msgspec.Struct, frozen=True):
+    """What an autoscaler did last: how many replicas there shall be, why, and since when."""
+
+    replicas: int
+    why: str
+    at: float
+
+
+async def tell_scale(store: Store, key: str, told: Scaled) -> None:
+    """key: of the instance. Raises `StoreAway`, as all of these."""
+    await store.hash_set(store.key(SCALES), key, msgspec.json.encode(told))
+
+
+async def scales(store: Store) -> dict[str, Scaled]:
+    """By instance."""
+    raw = await store.hash_all(store.key(SCALES))
+    return {key: msgspec.json.decode(value, type=Scaled) for key, value in raw.items()}
+
+
+async def scaled(store: Store) -> dict[str, int]:
+    """Replicas that each instance had, of those that were ever scaled: where a new process that steers goes on."""
+    return {key: told.replicas for key, told in (await scales(store)).items()}
+
+
+async def forget_scales(store: Store) -> None:
+    await store.delete(store.key(SCALES))
 
 
 async def beat(store: Store, member: Callable[[], Member]) -> None:

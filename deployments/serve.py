@@ -15,8 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from gearshift.deployments import registry
 from gearshift.deployments.autoscale import Decision
 from gearshift.deployments.cluster import Cluster, ClusterLost, node_address
@@ -120,10 +118,12 @@ class Deployment:
         if not head.settled and is_new:  # the operator wants something else by now
             self._about_revisions(lambda revisions: revisions.undo(head.serving, "another file was served"))
         if head.serving and self._left_behind():  # goes on as it is; `watch` applies what is new to it
+            self._scales.numbers = self.ask(registry.scaled)
             found = self._start(known[head.serving - 1].parsed(), head.serving)
             if is_new:
                 self._about_revisions(lambda revisions: revisions.begin(config, head.serving, who, FROM_FILE, "serve"))
             return found
+        self.ask(registry.forget_scales)
         if not head.settled and not is_new:
             wanted = known[head.target - 1]
             log.warning("revision %d was left half applied; finishing it", wanted.number)
@@ -228,11 +228,14 @@ class Deployment:
         """Waits for nothing: whoever asks meanwhile is answered by those that are up, or held."""
         log.info("%s: %d replicas, as %s", key, decision.replicas, decision.why)
         if decision.replicas:
-            self.cluster.run([self._targets.engines(self.config, self._scales.numbers)[key]], wait=False)
+            try:
+                self.cluster.run([self._targets.engines(self.config, self._scales.numbers)[key]], wait=False)
+            except StartFailed as error:  # what runs goes on
+                log.error("%s can't be scaled: %s", key, error.message)
         else:
             self.cluster.delete([f"{MODEL}{key}"])
-        told = {"replicas": decision.replicas, "why": decision.why, "at": time.time()}
-        self.ask(lambda store: store.hash_set(store.key("scales"), key, msgspec.json.encode(told)))
+        told = registry.Scaled(decision.replicas, decision.why, time.time())
+        self.ask(lambda store: registry.tell_scale(store, key, told))
 
     def _apply(self, number: int) -> None:
         """From the revision that serves to the one that was begun: what is new starts beside what runs, gateways take over,

@@ -10,6 +10,7 @@ import pytest
 from gearshift.deployments import registry
 from gearshift.deployments.admin import create_admin_app
 from gearshift.deployments.control import SnapshotBoard, SnapshotHolder
+from gearshift.deployments.scales import Scales
 from gearshift.platform import config_file
 from gearshift.platform.cache.store import Store
 from gearshift.platform.errors import Conflict, InvalidRequest, NotFound
@@ -111,6 +112,18 @@ async def test_who_is_up_is_known_until_it_leaves_or_falls_silent(store: Store) 
     task.cancel()
     await registry.leave(store, "e1")
     assert await registry.members(store) == []
+
+
+async def test_whoever_steers_next_goes_on_with_as_many_replicas(store: Store) -> None:
+    text = TEXT.replace("{echo: {}}", "{echo: {}, autoscaling: {min_replicas: 0, max_replicas: 4}}")
+    config, next_one = config_file.parse(text), Scales()
+    [key] = next_one.wanted(config)
+    for replicas in (3, 0):
+        await registry.tell_scale(store, key, registry.Scaled(replicas, "a test", time.time()))
+        next_one.numbers = await registry.scaled(store)
+        assert next_one.wanted(config) == {key: replicas}
+    await registry.forget_scales(store)
+    assert await registry.scaled(store) == {}
 
 
 async def test_admin_routes_need_the_token_and_say_what_is_wrong(store: Store) -> None:
