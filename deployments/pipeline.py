@@ -3,13 +3,11 @@ ARCHITECTURE.md. Closing the generator at any step aborts everything below it.""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -71,7 +69,6 @@ class Pipeline:
         self._routing = Routing(config, engines, snapshot)
         self._policies: dict[str, CompiledPolicy] = {n: compile_policy(p) for n, p in config.policies.items()}
         self.fingerprints = {name: fingerprint(config, name, revisions) for name in config.releases}
-        self._background: set[asyncio.Task[None]] = set()
         self.inflight = 0
         self.hidden = 0
         """Requests beside those of clients, such as to arms in the shadow."""
@@ -347,16 +344,8 @@ class Pipeline:
 
     async def settled(self) -> None:
         """Returns when what was left for later has been done."""
-        while self._background:
-            await asyncio.wait(self._background)
         await self._flights.settled()
         await self._limits.settled()
-
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        """After the answer, not before it: the client does not wait for the books."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 async def _timed(deltas: AsyncGenerator[Delta, None], record: Record) -> AsyncGenerator[Delta, None]:

@@ -9,16 +9,15 @@ import socket
 import statistics
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.request import urlopen
 
 import aiohttp
 
 from gearshift.eval.bench import Bar, Report, collect
+from gearshift.eval.bench_gateway import wait_for_route
 from gearshift.eval.load import Load, run
 from gearshift.platform.weights.source import Progress
 
@@ -59,15 +58,7 @@ class BareRoute:
             port = probe.getsockname()[1]
         self._process = subprocess.Popen([sys.executable, "-c", BARE, str(port), target.redis_url, target.value_key])
         self.url = f"http://127.0.0.1:{port}"
-        for _ in range(200):
-            try:
-                urlopen(f"{self.url}/up", timeout=1).close()
-            except OSError:
-                time.sleep(0.05)
-            else:
-                return
-        self.close()
-        raise RuntimeError("the bare route did not start")
+        wait_for_route(self._process, f"{self.url}/up")
 
     def close(self) -> None:
         self._process.terminate()

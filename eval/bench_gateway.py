@@ -76,15 +76,21 @@ class BareRoute:
         self._process.wait()
 
     def _wait(self) -> None:
-        for _ in range(200):
-            try:
-                urlopen(f"{self.url}/openapi.json", timeout=1).close()
-            except OSError:
-                time.sleep(0.05)
-            else:
-                return
-        self.close()
-        raise RuntimeError("the bare route did not start")
+        wait_for_route(self._process, f"{self.url}/openapi.json")
+
+
+def wait_for_route(process: subprocess.Popen[bytes], url: str) -> None:
+    """Ends the process and raises `RuntimeError` when it does not answer."""
+    for _ in range(200):
+        try:
+            urlopen(url, timeout=1).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    process.terminate()
+    process.wait()
+    raise RuntimeError("the bare route did not start")
 
 
 def bench_gateway(target: Target, step_s: float, repeats: int, requests: int, progress: Progress) -> Report:

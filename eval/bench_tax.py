@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 
 import aiohttp
 
@@ -58,11 +57,6 @@ def _tell(runs: dict[tuple[str, int], list[Run]], report: Report) -> None:
         times = {path: [run.ttft(50) * 1e3 for run in runs[path, streams]] for path in PATHS}
         for path, values in times.items():
             report.results.append(collect(f"{path}, {label}", "ms to first token, p50", values))
-        added = _added(times)
+        added = [served - bare for bare, served in zip(*times.values(), strict=True)]
         report.results.append(collect(f"added, {label}", "ms to first token, p50", added))
         report.bars.append(Bar(f"ms added to first token, {label}", statistics.median(added), MOST_TTFT_MS, "max"))
-
-
-def _added(times: dict[str, Sequence[float]] | dict[str, list[float]]) -> list[float]:
-    bare, served = (times[path] for path in PATHS)
-    return [after - before for before, after in zip(bare, served, strict=True)]
