@@ -118,9 +118,10 @@ def create_admin_app(
             "problem": head.problem if head.outcome == "undone" else "",
             "nodes": await _nodes(nodes),
             "gateways": [_member(member) for member in members if not member.model],
-            "engines": [_member(member) for member in members if member.model not in ("", registry.EVALUATOR)],
+            "engines": [_member(member) for member in members if registry.is_engine(member)],
             "starting": [_starting(member) for member in everybody if member.stage],
             "models": await _models(serving(), members, store),
+            "encoders": [_member(member) for member in members if member.model == registry.ENCODER],
             "evaluators": [_member(member) for member in members if member.model == registry.EVALUATOR],
             "tiers": {name: _tier(serving(), snapshot, name) for name in serving().tiers},
             "epoch": snapshot.epoch,
@@ -254,14 +255,14 @@ def _member(member: registry.Member) -> JsonObject:
         shown["node"] = member.node
     if member.revision:
         shown["revision"] = member.revision
-    if member.model != registry.EVALUATOR:
+    if registry.is_engine(member) or not member.model:
         shown["ttft"] = {
             "p50_s": member.ttft.p50,
             "p95_s": member.ttft.p95,
             "p99_s": member.ttft.p99,
             "count": member.ttft.count,
         }
-    if member.model and member.model != registry.EVALUATOR:
+    if registry.is_engine(member):
         stats = member.stats
         used, total = stats.kv_blocks_used, stats.kv_blocks_total
         queries, hits = stats.prefix_queries, stats.prefix_hits

@@ -23,6 +23,8 @@ def check_environment(config: Config, joins: bool = False) -> None:
     wanted += [("redis.url_env", config.redis.url_env), ("admin.token_env", config.admin.token_env)]
     wanted += [("telemetry.metrics_token_env", config.telemetry.metrics_token_env)]
     wanted += [(f"evaluation.webhooks.{n}.secret_env", w.secret_env) for n, w in enumerate(config.evaluation.webhooks)]
+    semantic = config.cache.semantic
+    wanted += [("cache.semantic.api_key_env", semantic.api_key_env)] if semantic is not None else []
     try:
         check_files(config)
     except ConfigError as error:
@@ -50,6 +52,8 @@ def fetch_weights(config: Config, progress: Progress) -> dict[str, Weights]:
     """The weights of every local model, by model name. Raises `WeightsError`."""
     sources = {name: model.source for name, model in config.models.items() if model.source is not None}
     found = {name: source.ensure(source.parse(text), progress) for name, text in sources.items()}
+    if config.embedding is not None:
+        source.ensure(source.parse(config.embedding.source), progress)
     for name, model in config.models.items():
         if model.tensor_parallel > 1:
             check_ranks(name, found[name].path, model.tensor_parallel)

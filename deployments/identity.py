@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
+from gearshift import __version__
 from gearshift.platform.cache.exact import Question
-from gearshift.platform.config import Config
+from gearshift.platform.config import Config, Model
 from gearshift.platform.openai import Generation
 from gearshift.platform.request import Message, SamplingParams
 
@@ -31,6 +32,7 @@ HARMLESS_MODEL = {
     "target_itl_ms": "when it is computed, not what",
     "max_batch_wait_s": "when it is computed, not what",
     "max_queued_requests": "who is refused",
+    "prompt_cache": "what is computed once",
     "enable_prefix_caching": "what is computed once",
     "pipeline_parallel": "is always 1",
 }
@@ -53,6 +55,10 @@ HARMLESS_REQUEST = {
 """Fields of requests that change no answer, or whose answers are never cached."""
 
 
+BLOCKS = {"dtype", "quantization", "kv_cache_dtype", "model_impl", "device", "block_size", "tensor_parallel"}
+"""Settings of a model that change what is in its KV blocks."""
+
+
 def fingerprint(config: Config, release: str, revisions: Mapping[str, str]) -> str:
     """Changes whenever the release could answer differently. revisions: of each model's weights, or where it is upstream."""
     pinned = config.releases[release]
@@ -66,6 +72,12 @@ def fingerprint(config: Config, release: str, revisions: Mapping[str, str]) -> s
         config.policies[pinned.policy].model_dump(),
     ]
     return "fp_" + hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+
+
+def block_version(model: Model, revision: str) -> str:
+    """Of all that the numbers in a KV block depend on. revision: of the weights."""
+    shape = model.model_dump(mode="json", include=BLOCKS)
+    return hashlib.sha256(msgspec.json.encode([revision, __version__, sorted(shape.items())])).hexdigest()[:16]
 
 
 def question(

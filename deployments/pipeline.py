@@ -167,9 +167,9 @@ class Pipeline:
             record.cache = "bypass"
             return None
         anew, begun = call.use == "refresh" and self._config.cache.bypass, time.time_ns()
-        found = Flight(asked) if anew else await self._flights.find(asked)
+        part, found = ("refresh", Flight(asked)) if anew else await self._flights.find(asked)
         if found is not None:
-            record.looked_up(begun, "refresh" if anew else "hit" if isinstance(found, Answer) else "miss")
+            record.looked_up(begun, part)
         return found
 
     def _shared(

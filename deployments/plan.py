@@ -13,7 +13,7 @@ from gearshift.platform.config import Config, Model
 from gearshift.platform.weights import source
 from gearshift.router.arms import contents_of
 
-FIXED = ("gateway.", "admin.", "redis.", "telemetry.", "evaluation.enabled:")
+FIXED = ("gateway.", "admin.", "redis.", "telemetry.", "evaluation.enabled:", "embedding", "cache.semantic")
 """What a running deployment can't change: where it listens, what it writes to, and which processes it has."""
 SHOWN_CHARS = 60
 PACKED = {"int8": 1.1, "int4": 0.6, None: 1.0}

@@ -13,8 +13,8 @@ import psutil
 from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.request import EngineStats
 
-EVALUATOR = ":evaluator"
-"""In the place of a model's name, which has no colon."""
+EVALUATOR, ENCODER = ":evaluator", ":encoder"
+"""In the place of a model's instance, which does not begin with a colon."""
 SCALES = "scales"
 BEAT_S = 0.5
 STALE_S = 5.0
@@ -58,6 +58,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     def reached_from(self, node: str) -> str:
         """An engine's address for a process on that node."""
         return self.remote if self.remote and node != self.node else self.address
+
+
+def is_engine(member: Member) -> bool:
+    return bool(member.model) and not member.model.startswith(":")
 
 
 class Scaled(msgspec.Struct, frozen=True):

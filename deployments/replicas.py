@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +25,10 @@ import uvicorn
 from gearshift.deployments import registry
 from gearshift.deployments.cluster import node_address
 from gearshift.deployments.control import SnapshotBoard, SnapshotHolder
+from gearshift.deployments.encoder import Encoder, SimilarAnswers
 from gearshift.deployments.engine_server import EngineServer
 from gearshift.deployments.gateway import create_app
+from gearshift.deployments.identity import block_version
 from gearshift.deployments.pipeline import Pipeline
 from gearshift.deployments.pool import EnginePool
 from gearshift.deployments.prober import Prober
@@ -37,6 +39,7 @@ from gearshift.deployments.shadow import Shadows
 from gearshift.platform.cache.exact import ExactCache
 from gearshift.platform.cache.flight import Flights
 from gearshift.platform.cache.limits import RateLimits
+from gearshift.platform.cache.prompt import PromptCache
 from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.config import Config, Model
 from gearshift.platform.engine.bridge import AsyncEngine
@@ -46,6 +49,7 @@ from gearshift.platform.engine.protocol import Engine
 from gearshift.platform.errors import ConfigError, EngineUnavailable, NotFound
 from gearshift.platform.telemetry import Emitter
 from gearshift.platform.weights import source
+from gearshift.platform.weights.source import Weights
 from gearshift.router.arms import Snapshot
 
 if TYPE_CHECKING:
@@ -53,6 +57,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BLOCKS_TIMEOUT_S = 2.0
 BACKLOG = 2048
 DISCOVER_S = 0.25
 MEET_S = 3.0
@@ -110,6 +115,7 @@ class EngineReplica:
         self._stage, self._remote = "starting", ""
         self._name = f"{model}-{uuid.uuid4().hex[:8]}"
         self._ranks: Ranks | None = None
+        self._block_store: Store | None = None
         self._path = place.folder / f"{self._name}.sock"
         self._store = place.store(registry.STALE_S)  # nobody waits for it, and computing comes first
         self._beating = asyncio.create_task(registry.beat(self._store, self._member))
@@ -126,14 +132,30 @@ class EngineReplica:
 
         assert settings.source is not None
         self._stage = "fetching weights"  # once a node: those of the same one wait for the first
-        weights = (await asyncio.to_thread(source.ensure, source.parse(settings.source))).path
+        weights = await asyncio.to_thread(source.ensure, source.parse(settings.source))
         self._stage = "loading weights"
         if settings.tensor_parallel == 1:
-            return await asyncio.to_thread(load_engine, weights, settings)
+            engine = await asyncio.to_thread(load_engine, weights.path, settings, None, self._blocks(settings, weights))
+            if engine.prefixes is not None:
+                await engine.prefixes.measure()
+            return engine
         from gearshift.deployments.ranks import Ranks
 
-        self._ranks = Ranks(settings, weights, self._name, self._place.folder)
+        self._ranks = Ranks(settings, weights.path, self._name, self._place.folder)
         return await self._ranks.load()
+
+    def _blocks(self, settings: Model, weights: Weights) -> Callable[[int], PromptCache]:
+        """What makes the store of blocks, on a connection of its own: they are large."""
+
+        def make(block_bytes: int) -> PromptCache:
+            wanted = settings.prompt_cache
+            assert wanted is not None
+            self._block_store = self._place.store(BLOCKS_TIMEOUT_S)
+            version = block_version(settings, weights.revision)
+            name = self._instance.partition("@")[0]
+            return PromptCache(self._block_store, name, version, block_bytes, wanted.max_bytes, wanted.ttl_s)
+
+        return make
 
     def check_health(self) -> None:
         """Called by Serve; raising has the replica replaced."""
@@ -151,6 +173,8 @@ class EngineReplica:
         await self._engine.close()
         if self._ranks is not None:
             self._ranks.close()
+        if self._block_store is not None:
+            await self._block_store.close()
         await self._store.close()
         self._path.unlink(missing_ok=True)
 
@@ -184,6 +208,7 @@ class GatewayReplica:
         self._store = place.store()
         self._revisions = Revisions(self._store)
         self._pool = EnginePool(self._store, self._node, place.secret, holds=True)
+        self._encoder = Encoder(place.secret)
         self._limits = RateLimits(self._store, config.redis.on_loss)
         self._samples = SampleLog(self._store, config)
         self._shadows = Shadows(self._samples)
@@ -233,7 +258,7 @@ class GatewayReplica:
         with contextlib.suppress(TimeoutError, StoreAway):
             async with asyncio.timeout(MEET_S):
                 await self._connect()
-                while self._pool.away(self._serving.keys):
+                while self._away():
                     await asyncio.sleep(DISCOVER_S)
                     await self._connect()
 
@@ -244,10 +269,17 @@ class GatewayReplica:
             self._pool.engines(keys),
             weights,
             self._limits,
-            Flights(self._store, ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes)),
+            self._flights(config),
             lambda: snapshot.current,
         )
         return Serving(revision, config, keys, pipeline)
+
+    def _flights(self, config: Config) -> Flights:
+        cache, similar = ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes), None
+        if config.cache.semantic is not None and config.embedding is not None:
+            timeout_s = config.embedding.timeout_s
+            similar = SimilarAnswers(self._encoder, cache, config.cache.semantic, timeout_s, config.cache.ttl_s)
+        return Flights(self._store, cache, similar)
 
     async def _follow(self, config: Config) -> SnapshotHolder:
         """The experiments of this config, as they are by now, and kept up to date from here on."""
@@ -321,6 +353,7 @@ class GatewayReplica:
         await self._samples.flush()
         await registry.leave(self._store, self._name)
         await self._pool.close()
+        self._encoder.close()
         await self._store.close()
         self._emitter.close()
 
@@ -328,9 +361,14 @@ class GatewayReplica:
         """What /ready waits for. Once everything was there, one model's loss does not take the gateway out of service."""
         if self._was_ready:
             return None
-        away = self._pool.away(self._serving.keys)
+        away = self._away()
         self._was_ready = not away
         return f"no replica of {', '.join(away)}" if away else None
+
+    def _away(self) -> list[str]:
+        """What should be there, and is not."""
+        encoder = ["the encoder"] if self._serving.config.embedding is not None and not self._encoder.ready else []
+        return [*self._pool.away(self._serving.keys), *encoder]
 
     async def _discover(self) -> None:
         while True:
@@ -350,6 +388,8 @@ class GatewayReplica:
         """To every replica that is up, of every model that somebody may still ask."""
         servings = (*self._retiring, self._serving, *fresh)
         await self._pool.connect(key for each in servings for key in each.keys.values())
+        if self._serving.config.embedding is not None and not self._encoder.ready:
+            await self._encoder.meet(await registry.members(self._store), self._node)
 
 
 class EvaluatorReplica:

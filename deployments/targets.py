@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gearshift.deployments.encoder import EncoderReplica
 from gearshift.deployments.plan import digest, engine_key
 from gearshift.deployments.ranks import CPU_SHARE, bundles
 from gearshift.deployments.replicas import EngineReplica, EvaluatorReplica, GatewayReplica, Place
-from gearshift.platform.config import Config, Model
+from gearshift.platform.config import Config, Embedding, Model
 
-GATEWAY, EVALUATOR, MODEL = "gateway", "evaluator", "model-"
+GATEWAY, EVALUATOR, ENCODER, MODEL = "gateway", "evaluator", "encoder", "model-"
 ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # one event loop a process, and that is uvloop
 }
@@ -76,7 +77,24 @@ class Targets:
         if config.evaluation.enabled:
             evaluator = {"name": EVALUATOR, "num_replicas": 1}
             found.append(self._service(EvaluatorReplica, evaluator, config, revision, weights))
+        if config.embedding is not None:
+            found.append(self._encoder(config, config.embedding))
         return found
+
+    def _encoder(self, config: Config, settings: Embedding) -> Any:
+        from ray import serve
+
+        actor = {
+            "num_cpus": 0,
+            "num_gpus": settings.num_gpus,
+            "runtime_env": {"env_vars": self._env | ENGINE_ENV},
+        }
+        service = serve.deployment(
+            EncoderReplica, name=ENCODER, num_replicas=1, ray_actor_options=actor, **self._common
+        )
+        fixed = config.model_dump(mode="json", include={"embedding": True, "cache": {"semantic"}})
+        app = service.options(version=digest(fixed), _internal=True).bind(config, self._place)
+        return serve.RunTarget(app, name=f"{self._prefix}{ENCODER}", route_prefix=None)
 
     def _service(
         self, kind: type, options: Mapping[str, Any], config: Config, revision: int, weights: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Messages between a gateway and an engine replica, by direction of travel, and how they are framed.
+"""Messages between a gateway and what computes for it, by direction of travel, and how they are framed.
 
 One stream socket a pair carries all requests of that pair; what one engine step yields travels in one frame. A frame is
 a 4-byte big-endian length and a MessagePack list of messages.
@@ -57,12 +57,62 @@ class Draining(msgspec.Struct, tag="draining", array_like=True, frozen=True):
     """Finishes what it has; send nothing new."""
 
 
+class Embed(msgspec.Struct, tag="embed", array_like=True, frozen=True):
+    """Answered by `Vector`."""
+
+    id: int
+    text: str
+
+
+class Find(msgspec.Struct, tag="find", array_like=True, frozen=True):
+    """Of the known questions of a partition, the one that asks the same. Answered by `Found`."""
+
+    id: int
+    partition: str
+    text: str
+
+
+class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """A question is known from now on. key: of its answer. Not answered."""
+
+    partition: str
+    key: str
+    text: str
+    ttl_s: float
+
+
+class Remove(msgspec.Struct, tag="remove", array_like=True, frozen=True):
+    """Its answer is gone. Not answered."""
+
+    partition: str
+    key: str
+
+
+class Vector(msgspec.Struct, tag="vector", array_like=True, frozen=True):
+    """Single floats; empty when it could not be computed."""
+
+    id: int
+    values: bytes
+
+
+class Found(msgspec.Struct, tag="found", array_like=True, frozen=True):
+    """key: of the answer; empty for none."""
+
+    id: int
+    key: str
+
+
 ToEngine = Submit | Abort
 ToGateway = Piece | Failed | Stats | Draining
+ToEncoder = Embed | Find | Add | Remove
+FromEncoder = Vector | Found
+Message = ToEngine | ToGateway | ToEncoder | FromEncoder
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine]).decode
 _decode_to_gateway = msgspec.msgpack.Decoder(list[ToGateway]).decode
+_decode_to_encoder = msgspec.msgpack.Decoder(list[ToEncoder]).decode
+_decode_from_encoder = msgspec.msgpack.Decoder(list[FromEncoder]).decode
 
 
 class Outbox:
@@ -72,9 +122,9 @@ class Outbox:
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self._messages: list[ToEngine | ToGateway] = []
+        self._messages: list[Message] = []
 
-    def send(self, message: ToEngine | ToGateway) -> None:
+    def send(self, message: Message) -> None:
         if not self._messages:
             asyncio.get_running_loop().call_soon(self._flush)
         self._messages.append(message)
@@ -106,3 +156,13 @@ async def read_to_engine(reader: asyncio.StreamReader) -> list[ToEngine] | None:
 async def read_to_gateway(reader: asyncio.StreamReader) -> list[ToGateway] | None:
     frame = await _read_frame(reader)
     return None if frame is None else _decode_to_gateway(frame)
+
+
+async def read_to_encoder(reader: asyncio.StreamReader) -> list[ToEncoder] | None:
+    frame = await _read_frame(reader)
+    return None if frame is None else _decode_to_encoder(frame)
+
+
+async def read_from_encoder(reader: asyncio.StreamReader) -> list[FromEncoder] | None:
+    frame = await _read_frame(reader)
+    return None if frame is None else _decode_from_encoder(frame)

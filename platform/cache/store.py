@@ -18,6 +18,13 @@ from gearshift.platform.cache.pipe import Pipe
 log = logging.getLogger(__name__)
 
 BREAKER_S = 1.0
+SCAN_COUNT = 1000
+GET_FOR = "return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}"
+EXIST = """
+local found = {}
+for place, key in ipairs(KEYS) do found[place] = redis.call('EXISTS', key) end
+return found
+"""
 
 
 class StoreAway(Exception):
@@ -48,6 +55,29 @@ class Store:
         """Unless it is set already."""
         await self._call("SET", key, value, "NX")
 
+    async def get_many(self, keys: list[str]) -> list[bytes | None]:
+        found: list[bytes | None] = await self._call("MGET", *keys)
+        return found
+
+    async def get_for(self, key: str) -> tuple[bytes | None, float]:
+        """A value, and for how many seconds from now."""
+        value, left_ms = await self.script(GET_FOR, [key])
+        return value, left_ms / 1000
+
+    async def exist(self, keys: list[str]) -> list[bool]:
+        """Of each key, whether it does."""
+        return [bool(there) for there in await self.script(EXIST, keys)]
+
+    async def scan(self, pattern: str) -> AsyncGenerator[str, None]:
+        """Keys that match the glob pattern; one may come twice."""
+        cursor = b"0"
+        while True:
+            cursor, keys = await self._call("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT)
+            for key in keys:
+                yield key.decode()
+            if cursor == b"0":
+                return
+
     async def delete(self, key: str) -> None:
         await self._call("UNLINK", key)
 
@@ -55,7 +85,7 @@ class Store:
         """Keys that match the glob pattern; returns how many there were."""
         count, cursor = 0, b"0"
         while True:
-            cursor, keys = await self._call("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            cursor, keys = await self._call("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT)
             if keys:
                 count += await self._call("UNLINK", *keys)
             if cursor == b"0":
@@ -63,12 +93,7 @@ class Store:
 
     async def count_all(self, pattern: str) -> int:
         """Keys that match the glob pattern."""
-        count, cursor = 0, b"0"
-        while True:
-            cursor, keys = await self._call("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
-            count += len(keys)
-            if cursor == b"0":
-                return count
+        return len({key async for key in self.scan(pattern)})
 
     async def hash_set(self, key: str, field: str, value: bytes) -> None:
         await self._call("HSET", key, field, value)

@@ -112,6 +112,32 @@ class BlockPool:
         sequence.blocks = []
         sequence.num_computed = sequence.num_published = 0
 
+    def hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of the full blocks of its prompt that another one's could stand for; the last token is always computed."""
+        if not self._prefix_caching or sequence.scores_prompt:
+            return []
+        count = (len(sequence.prompt_ids) - 1) // self.block_size
+        return [self._hash(sequence, at) for at in range(count)]
+
+    def knows(self, known: bytes) -> bool:
+        return known in self._published
+
+    def place(self, known: bytes) -> int | None:
+        """The block that is found by this hash."""
+        return self._published.get(known)
+
+    def adopt(self, known: bytes) -> int | None:
+        """A free block that is found by this hash from now on, for the caller to fill; None when there is none, or the hash is
+        known."""
+        if known in self._published or not self._free:
+            return None
+        block, _ = self._free.popitem(last=False)
+        if (before := self._hash_of.pop(block, None)) is not None:
+            del self._published[before]
+        self._published[known], self._hash_of[block] = block, known
+        self._free[block] = None
+        return block
+
     def exclusive(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that would become free if these were released."""
         held = Counter(block for sequence in sequences for block in sequence.blocks)

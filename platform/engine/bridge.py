@@ -11,9 +11,11 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from gearshift.platform.engine.core import EngineCore, Failure
 from gearshift.platform.engine.inbox import Inbox, read
+from gearshift.platform.engine.prefixes import Prefixes
 from gearshift.platform.engine.sequence import Sequence, Token
 from gearshift.platform.engine.text import AnswerText, Decodes
 from gearshift.platform.errors import (
@@ -50,8 +52,16 @@ class AsyncEngine:
     """The Engine protocol over an `EngineCore`. Owns the thread and the admission: at most `max_num_seqs` running and
     `max_queued_requests` waiting, the next one is `Overloaded`."""
 
-    def __init__(self, core: EngineCore, prompts: Prompts, max_model_len: int, max_queued_requests: int) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        prompts: Prompts,
+        max_model_len: int,
+        max_queued_requests: int,
+        prefixes: Prefixes | None = None,
+    ) -> None:
         self._core = core
+        self.prefixes = prefixes
         self._prompts = prompts
         self._max_len = min(max_model_len, core.scheduler.pool.capacity)
         self._max_admitted = core.scheduler.max_num_seqs + max_queued_requests
@@ -71,9 +81,14 @@ class AsyncEngine:
             ids = await asyncio.to_thread(self._prompts.encode, request)
             sequence = self._sequence(request, ids)
             self._start()  # only now: the engine may have ended meanwhile, and nobody would answer
+            if self.prefixes is not None:
+                await self.prefixes.fetch(sequence, self._on_engine)
+                self._start()
             async with aclosing(self._stream(sequence, request.sent)) as deltas:
                 async for delta in deltas:
                     yield delta
+            if self.prefixes is not None:
+                self.prefixes.asked_again(sequence, self._on_engine)
         finally:
             self._admitted -= 1
 
@@ -152,6 +167,22 @@ class AsyncEngine:
             if self._streams.pop(sequence.id, None) is not None:
                 self._commands.put(lambda: self._core.abort(sequence))
 
+    async def _on_engine(self, work: Callable[[], Any]) -> Any:
+        """Between two steps, in the engine's thread. Never comes back where the engine has ended."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:
+                loop.call_soon_threadsafe(_settle, future, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, future, result, None)
+
+        self._commands.put(run)
+        return await future
+
     def _run(self) -> None:
         """The engine thread. Commands are carried out between steps, so an abort never meets a running step."""
         assert self._loop is not None
@@ -218,3 +249,12 @@ class AsyncEngine:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.inbox.put_nowait(error)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():  # nobody waits any more
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

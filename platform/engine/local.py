@@ -12,6 +12,7 @@ from gearshift.platform.config import Model
 from gearshift.platform.engine.blocks import BlockPool
 from gearshift.platform.engine.bridge import AsyncEngine, Prompts
 from gearshift.platform.engine.core import EngineCore
+from gearshift.platform.engine.prefixes import BlockStore, Prefixes
 from gearshift.platform.engine.scheduler import Scheduler
 from gearshift.platform.errors import InvalidRequest
 from gearshift.platform.request import Message, Request
@@ -66,9 +67,11 @@ def eos_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in [*listed, tokenizer.eos_token_id] if token is not None)
 
 
-def load_engine(path: Path, settings: Model, place: Place | None = None) -> AsyncEngine:
-    """Reads the weights (seconds; blocks); with a `place`, as rank 0 of several. Raises `ConfigError` for settings the model or
-    the memory can't meet."""
+def load_engine(
+    path: Path, settings: Model, place: Place | None = None, store: Callable[[int], BlockStore] | None = None
+) -> AsyncEngine:
+    """Reads the weights (seconds; blocks); with a `place`, as rank 0 of several. store: makes one for blocks of so many bytes.
+    Raises `ConfigError` for settings the model or the memory can't meet."""
     import torch
     from transformers import AutoTokenizer
 
@@ -76,7 +79,7 @@ def load_engine(path: Path, settings: Model, place: Place | None = None) -> Asyn
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    return assemble(Loaded(path, settings, place=place), AutoTokenizer.from_pretrained(path), settings)
+    return assemble(Loaded(path, settings, place=place), AutoTokenizer.from_pretrained(path), settings, store)
 
 
 def follow_rank(path: Path, settings: Model, place: Place) -> None:
@@ -90,11 +93,19 @@ def follow_rank(path: Path, settings: Model, place: Place) -> None:
     Loaded(path, settings, place=place).follow()
 
 
-def assemble(loaded: Loaded, tokenizer: Any, settings: Model) -> AsyncEngine:
+def assemble(
+    loaded: Loaded, tokenizer: Any, settings: Model, store: Callable[[int], BlockStore] | None = None
+) -> AsyncEngine:
     """A new engine, with empty queues and an empty cache, over a loaded model."""
     core = EngineCore(make_scheduler(settings, loaded.num_blocks), loaded.runner)
     prompts = Prompts(request_encoder(tokenizer), eos_ids(loaded.generation_config, tokenizer), tokenizer)
-    return AsyncEngine(core, prompts, loaded.max_model_len, settings.max_queued_requests)
+    prefixes = None
+    if store is not None and settings.prompt_cache is not None:
+        probe = list(range(min(loaded.num_blocks, settings.max_num_batched_tokens // settings.block_size)))
+        compute_s = min(loaded.runner.prompt_s(probe) for _ in range(2))
+        blocks, least = store(loaded.block_bytes), settings.prompt_cache.min_tokens
+        prefixes = Prefixes(blocks, core.scheduler.pool, loaded.cache, least, compute_s)
+    return AsyncEngine(core, prompts, loaded.max_model_len, settings.max_queued_requests, prefixes)
 
 
 def make_scheduler(settings: Model, num_blocks: int) -> Scheduler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,6 +91,14 @@ class TorchRunner:
         for start, end in ((0, 3), (3, 4)):
             self.run((Chunk(sequence, start, end),))
 
+    def prompt_s(self, blocks: list[int]) -> float:
+        """Seconds that one token of a prompt takes which fills these blocks; overwrites them."""
+        count = len(blocks) * self._block_size
+        sequence = Sequence("speed", [0] * count, SamplingParams(), 1, blocks=blocks)
+        begun = time.perf_counter()
+        self.run((Chunk(sequence, 0, count),))
+        return (time.perf_counter() - begun) / count
+
     @torch.inference_mode()
     def losses(self, tokens: list[int], blocks: list[int], chunk: int) -> list[float]:
         """-log p of each token but the first, in nats, computed as a prompt in chunks. For perplexities."""
@@ -171,6 +180,7 @@ class Loaded:
     def _prepared(self, model: Any, config: Any, settings: Model) -> Logits:
         threads, rows = torch.get_num_threads(), settings.max_num_batched_tokens
         cache = make_cache(config, self.num_blocks, settings.block_size, self.kv_dtype, self.device, threads)
+        self.cache = cache
         if self.why_not_fused is None:
             return FusedModel(model, cache, settings.quantization, rows, self.max_model_len)  # type: ignore[arg-type]
         if settings.quantization and self.device.type == "cpu":

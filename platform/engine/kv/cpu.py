@@ -6,15 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gearshift.platform.engine.kernels.attention import attend, write_kv
-from gearshift.platform.engine.kv.cache import kv_shape
+from gearshift.platform.engine.kv.cache import Array, join, kv_shape, split
 from gearshift.platform.engine.rows import Ints, Rows
 from gearshift.platform.engine.workers import Workers
 
-Array = NDArray[Any]
 STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}
 TILE_ROWS = 48
 """Query rows (tokens x heads of a group) that go over a key together: they stay in the first-level cache."""
@@ -61,6 +59,22 @@ class CpuCache:
             for _ in range(config.num_hidden_layers)
         ]
         self.workers = Workers(threads)
+
+    def export(self, block: int) -> bytes:
+        return join(self._parts(block))
+
+    def restore(self, block: int, content: bytes) -> None:
+        split(content, self._parts(block))
+
+    def _parts(self, block: int) -> list[Array]:
+        """Views of what belongs to a block."""
+        tokens = self.kv_heads * self.block_size
+        found = []
+        for layer in self.layers:
+            for array in layer:
+                width = tokens if array is layer.key_scales or array is layer.value_scales else tokens * self.dim
+                found.append(array[block * width : (block + 1) * width] if array.size else array)
+        return found
 
     def prepare(self, rows: Rows) -> Plan:
         tiles = self._tiles(rows)

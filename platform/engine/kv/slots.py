@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gearshift.platform.engine.kv.cache import kv_shape
+from gearshift.platform.engine.kv.cache import join, kv_shape, split
 from gearshift.platform.engine.rows import Rows
 
 
@@ -38,6 +39,21 @@ class SlotCache:
         self.device = device
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
+
+    def export(self, block: int) -> bytes:
+        parts = [
+            tensor[block * self.block_size : (block + 1) * self.block_size] for tensor in (*self.keys, *self.values)
+        ]
+        return join([part.contiguous().view(torch.uint8).cpu().numpy().reshape(-1) for part in parts])
+
+    def restore(self, block: int, content: bytes) -> None:
+        parts = [
+            tensor[block * self.block_size : (block + 1) * self.block_size] for tensor in (*self.keys, *self.values)
+        ]
+        arrays = [np.empty(part.numel() * part.element_size(), np.uint8) for part in parts]
+        split(content, arrays)
+        for part, array in zip(parts, arrays, strict=True):
+            part.copy_(torch.from_numpy(array).view(part.dtype).view(part.shape))
 
     def prepare(self, rows: Rows) -> Plan:
         pieces = []

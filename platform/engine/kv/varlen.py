@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from gearshift.platform.engine.kv.cache import kv_shape
+from gearshift.platform.engine.kv.cache import join, kv_shape, split
 from gearshift.platform.engine.rows import Rows
 from gearshift.platform.errors import ConfigError
 
@@ -45,6 +46,17 @@ class VarlenCache:
             raise ConfigError(
                 f"block_size: this GPU's paged attention refuses blocks of {block_size} tokens ({error}); try block_size: 256"
             ) from error
+
+    def export(self, block: int) -> bytes:
+        parts = [tensor[block] for tensor in (*self.keys, *self.values)]
+        return join([part.contiguous().view(torch.uint8).cpu().numpy().reshape(-1) for part in parts])
+
+    def restore(self, block: int, content: bytes) -> None:
+        parts = [tensor[block] for tensor in (*self.keys, *self.values)]
+        arrays = [np.empty(part.numel() * part.element_size(), np.uint8) for part in parts]
+        split(content, arrays)
+        for part, array in zip(parts, arrays, strict=True):
+            part.copy_(torch.from_numpy(array).view(part.dtype).view(part.shape))
 
     def prepare(self, rows: Rows) -> Plan:
         def put(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
