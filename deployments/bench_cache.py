@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 
 from gearshift.deployments.bench import free_ports
 from gearshift.deployments.serve import Deployment
@@ -14,6 +17,7 @@ from gearshift.eval.bench import Report
 from gearshift.eval.bench_cache import Target, bench_cache, bench_flights
 from gearshift.platform import config_file
 from gearshift.platform.tenants import hash_key, new_key
+from gearshift.platform.weights import source
 from gearshift.platform.weights.source import Progress
 
 CONFIG = """
@@ -41,6 +45,23 @@ def run_cache_bench(repeats: int, requests: int, report: Report, progress: Progr
         bench_cache(target, repeats, requests, report, progress)
     with _deployed(2, progress) as target:
         bench_flights(target, repeats, report)
+
+
+def run_semantic_bench(files: Sequence[Path], report: Report, progress: Progress) -> None:
+    """The verifier and the encoder that come with the program."""
+    from gearshift.eval.bench_semantic import bench_semantic
+    from gearshift.platform.cache import verifier
+    from gearshift.platform.config import Embedding
+    from gearshift.platform.embedding import Embedder
+
+    encoder = Embedding().source
+    embedder = Embedder(source.ensure(source.parse(encoder), progress).path)
+    judge = verifier.load(verifier.SHIPPED, encoder)
+
+    def embed(texts: Sequence[str]) -> NDArray[np.float32]:
+        return embedder.embed(texts, lambda done, total: progress("embedding", done, total))
+
+    bench_semantic(judge, embed, files, report)
 
 
 @contextmanager

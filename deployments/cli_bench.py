@@ -209,14 +209,28 @@ def evaluation(
 def cache(
     repeats: Repeats = 3,
     requests: Annotated[int, typer.Option(min=100, help="Requests of one measurement at 32 clients.")] = 4000,
+    pairs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Labelled pairs of questions: JSON objects with a, b and same, a line each."),
+    ] = None,
+    only: Annotated[str, typer.Option(help="exact, semantic, prompt or all.")] = "all",
     json_file: JsonFile = None,
 ) -> None:
-    """Measure what an answer from the cache costs beside a bare route that reads from the same Redis, and what is shared."""
-    from gearshift.deployments.bench_cache import run_cache_bench
+    """Measure what an answer from the cache costs beside a bare route that reads from the same Redis, what is shared, how well
+    paraphrases are told from what only looks alike, and what a restarted replica saves."""
+    from gearshift.deployments.bench_cache import run_cache_bench, run_semantic_bench
+    from gearshift.deployments.bench_prompt import run_prompt_bench
 
+    if only not in ("exact", "semantic", "prompt", "all"):
+        raise typer.BadParameter(f"--only: {only!r} is not one of exact, semantic, prompt, all")
     report = Report("cache")
     with bars(err) as progress:
-        run_cache_bench(repeats, requests, report, progress)
+        if only in ("exact", "all"):
+            run_cache_bench(repeats, requests, report, progress)
+        if only in ("semantic", "all"):
+            run_semantic_bench(pairs or [], report, progress)
+        if only in ("prompt", "all"):
+            run_prompt_bench(repeats, report, progress)
     _finish(report, json_file)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -13,7 +14,9 @@ from rich.table import Table
 
 from gearshift.deployments import client
 from gearshift.deployments.cli_experiment import DEFAULT_ADMIN_URL, AdminUrl, JsonOption, who
-from gearshift.deployments.consoles import out
+from gearshift.deployments.consoles import err, out
+from gearshift.deployments.progress import bars
+from gearshift.platform.config import Embedding
 from gearshift.platform.errors import InvalidRequest
 
 app = typer.Typer(no_args_is_help=True, help="The cache of answers.")
@@ -38,13 +41,48 @@ def stats(
     if as_json:
         out.print_json(data={"answers": stored, "by": found})
         return
-    table = Table("tenant", "release", "looked up", "hit", "shared", "tokens saved", "dollars saved")
+    table = Table("tenant", "release", "looked up", "hit", "semantic", "shared", "tokens saved", "dollars saved")
     for each in found:
-        rates = [f"{each[part] / each['lookups']:.1%}" for part in ("hit", "shared")]
+        rates = [f"{each[part] / each['lookups']:.1%}" for part in ("hit", "semantic", "shared")]
         saved = f"{each['saved_tokens']:,.0f}", f"{each['saved_dollars']:.4f}"
         table.add_row(each["tenant"], each["release"], f"{each['lookups']:,.0f}", *rates, *saved)
     out.print(table)
     out.print(f"{stored:,} answers are kept.", highlight=False)
+
+
+@app.command("train")
+def train(
+    pairs: Annotated[
+        list[Path], typer.Argument(help="Labelled pairs of questions: JSON objects with a, b and same, a line each.")
+    ],
+    out_file: Annotated[Path, typer.Option("--out", help="File to write, for `cache.semantic.verifier`.")],
+    encoder: Annotated[str, typer.Option(help="What `embedding.source` says.")] = Embedding().source,
+    false_hits: Annotated[
+        float, typer.Option(min=1e-4, max=0.5, help="Share of different pairs that may be taken for the same.")
+    ] = 0.0095,
+    origin: Annotated[str, typer.Option("--source", help="Where the pairs come from and under which terms.")] = "",
+) -> None:
+    """Train what decides whether two questions ask the same, and calibrate it on pairs that it has not seen (5 folds)."""
+    from gearshift.eval.paraphrases import read_pairs
+    from gearshift.eval.verifier_training import train as trained
+    from gearshift.platform.embedding import Embedder
+    from gearshift.platform.weights import source
+
+    labelled = [pair for file in pairs for pair in read_pairs(file)]
+    with bars(err) as progress:
+        embedder = Embedder(source.ensure(source.parse(encoder), progress).path)
+        made = trained(
+            labelled,
+            lambda texts: embedder.embed(texts, lambda done, total: progress("embedding", done, total)),
+            encoder,
+            false_hits,
+            origin,
+        )
+    made.save(out_file)
+    card = made.card
+    shares = {"false hits": card.false_hits, "recall": card.recall}
+    told = ", ".join(f"{name} {at:.2%} ({low:.2%} to {high:.2%})" for name, (low, at, high) in shares.items())
+    out.print(f"{out_file}: {card.rows} pairs; held out: {told}", highlight=False, soft_wrap=True)
 
 
 @app.command("purge")
@@ -78,7 +116,7 @@ def summary(page: str) -> list[dict[str, Any]]:
                 mine["lookups"] += sample.value
             else:
                 mine["saved_tokens" if family.name == TOKENS else "saved_dollars"] += sample.value
-    parts = ("lookups", "hit", "shared", "miss", "saved_tokens", "saved_dollars")
+    parts = ("lookups", "hit", "semantic", "shared", "miss", "saved_tokens", "saved_dollars")
     return [
         {"tenant": tenant, "release": release, **{part: mine[part] for part in parts}}
         for (tenant, release), mine in sorted(found.items())

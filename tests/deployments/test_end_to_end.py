@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -75,6 +76,8 @@ def config(port: int, admin_port: int, folder: Path) -> Path:
     raw["gateway"] = {"port": port, "replicas": 2}
     raw["admin"] = {"port": admin_port}
     raw["telemetry"] = {"traces": "file", "traces_path": str(folder / "traces.jsonl")}
+    raw["embedding"], raw["cache"] = {}, {"semantic": {}}
+    raw["models"]["smollm2-135m"]["prompt_cache"] = {}
     raw["prompts"]["pirate"] = {"system": "You are a pirate. Answer like a pirate."}
     raw["releases"]["smollm2-v2"] = {**raw["releases"]["smollm2-v1"], "prompt": "pirate"}
     raw["experiments"] = {"voice": {"arms": {"smollm2-v1": 1, "smollm2-v2": 0}}}
@@ -183,6 +186,35 @@ def test_the_same_question_again_is_a_hit_with_the_same_text(served: Served) -> 
     first, again, fresh = (asked(served, "cheap", text, headers=h) for h in ({}, {}, {"cache-control": "no-cache"}))
     assert [headers["x-gearshift-cache"] for _, headers in (first, again, fresh)] == ["miss", "hit", "refresh"]
     assert first[0] == again[0] == fresh[0]
+
+
+def test_a_question_in_other_words_is_answered_from_the_cache_also_when_the_encoder_was_killed(served: Served) -> None:
+    def cached(text: str) -> tuple[str, str]:
+        whole, headers = asked(served, "cheap", text)
+        return whole, headers["x-gearshift-cache"]
+
+    def compared(result: str) -> float:
+        page = httpx.get(f"{served.url}/metrics").text
+        wanted = {"kind": "semantic", "result": result}
+        families = text_string_to_metric_families(page)
+        return sum(sample.value for each in families for sample in each.samples if sample.labels == wanted)
+
+    known, part = cached("How do I reset my password?")
+    assert part == "miss"
+    assert eventually(lambda: cached("How can I reset my password?")[1] != "miss")
+    assert cached("how do i reset my password") == (known, "semantic")
+    for other in ("How do I reset my 2 passwords?", "How do I not reset my password?", "How do I reset my router?"):
+        assert cached(other)[1] == "miss"
+    encoder = served.status()["encoders"][0]["pid"]
+    os.kill(encoder, signal.SIGKILL)
+    away = compared("away")
+    assert cached("How do I choose a password?")[1] == "miss"
+    assert compared("away") == away + 1
+    eventually(lambda: any(each["pid"] != encoder for each in served.status()["encoders"]), 90)
+    marks = itertools.count(1)  # of a text that was not asked yet, and says the same
+    assert eventually(lambda: cached("how do I reset my password" + "!" * next(marks))[1] == "semantic", 30)
+    httpx.post(f"{served.admin_url}/admin/cache/purge", json={}).raise_for_status()
+    assert cached("HOW do I reset my password")[1] == "miss"
 
 
 def test_a_hundred_equal_questions_at_once_are_one_generation_also_when_its_gateway_is_killed(served: Served) -> None:
