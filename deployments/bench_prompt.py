@@ -18,7 +18,7 @@ from gearshift.platform import config_file
 from gearshift.platform.cache.store import Store
 from gearshift.platform.weights.source import Progress
 
-WORDS, MOST = 1150, 0.5
+WORDS, MOST = 1460, 0.5
 """About 1,500 tokens."""
 TIMEOUT_S = 180.0
 CONFIG = """

@@ -18,7 +18,7 @@ from opentelemetry.trace import INVALID_SPAN
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gearshift import __version__
 from gearshift.deployments.call import CacheUse, Call, Ticket
@@ -61,6 +61,8 @@ CLIENT_GONE = 499
 """nginx's status for a client that went away; only ever seen in records."""
 HEARTBEAT_S = 1.0
 """Between two comments to a client whose model is being started."""
+WATCH_S = 0.05
+"""From when on it is looked whether a client has gone away."""
 PROMPTS_AT_ONCE = 8
 """Of one request, so that it does not take all seats."""
 
@@ -73,7 +75,7 @@ def create_app(
     samples: SampleLog,
     shadows: Shadows,
     metrics_token: str | None = None,
-) -> FastAPI:
+) -> ASGIApp:
     """`serving`: the pipeline of the present revision; a request keeps the one that it began with. `ready` says what is still
     missing, or None."""
     app = FastAPI(title="Gearshift", version=__version__, docs_url=None, redoc_url=None)
@@ -90,8 +92,9 @@ def create_app(
             exchange = Exchange(self._dialect, request, serving(), config, emitter, samples, shadows)
             await exchange.respond(receive, send)
 
-    app.router.routes.append(Route("/v1/chat/completions", Generate(CHAT), methods=["POST"]))
-    app.router.routes.append(Route("/v1/completions", Generate(TEXT), methods=["POST"]))
+    hot = {"/v1/chat/completions": Generate(CHAT), "/v1/completions": Generate(TEXT)}
+    for path, generate in hot.items():  # known to the rest of the app too, which answers other methods
+        app.router.routes.append(Route(path, generate, methods=["POST"]))
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -136,7 +139,13 @@ def create_app(
     app.add_exception_handler(GearshiftError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
-    return app
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        """The hot routes answer all errors themselves, and need nothing that is around the others."""
+        generate = hot.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (generate or app)(scope, receive, send)
+
+    return serve
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -212,8 +221,8 @@ TEXT = Dialect("text_completion", "cmpl-", parse_completions, completions.comple
 class Exchange:
     """One request and its answer, from its first byte to its last.
 
-    All of it runs in one task, which is cancelled when the client goes away or the deadline passes: closing the
-    pipeline's generator is the one mechanism that stops what is below. The status line waits for the first Delta, so
+    All of it runs in one task, the server's, which is cancelled when the client goes away or the deadline passes: closing
+    the pipeline's generator is the one mechanism that stops what is below. The status line waits for the first Delta, so
     that an early failure has a real status. A body with several prompts is as many requests, with a record each.
     """
 
@@ -244,16 +253,17 @@ class Exchange:
 
     async def respond(self, receive: Receive, send: Send) -> None:
         body = await self._read_body()  # before anybody else may call receive
-        work = asyncio.create_task(self._work(body, send))
-        gone = asyncio.create_task(_disconnected(receive))
+        me = asyncio.current_task()
+        assert me is not None
+        watch = Watch(receive, me)
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await self._work(body, send)
+        except asyncio.CancelledError:
+            telemetry.ABANDONED.inc()
+            if not watch.gone or me.uncancel():  # somebody else ends this task
+                raise
         finally:
-            if not work.done():
-                telemetry.ABANDONED.inc()
-                work.cancel()
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            watch.end()
 
     async def _read_body(self) -> bytes | GearshiftError:
         try:
@@ -421,9 +431,29 @@ def _cache_use(cache_control: str) -> CacheUse:
     return "none" if "no-store" in wishes else "refresh" if "no-cache" in wishes else "any"
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+class Watch:
+    """Cancels a task when its client goes away. Answers that come at once are not watched."""
+
+    def __init__(self, receive: Receive, task: asyncio.Task[Any]) -> None:
+        self._receive = receive
+        self._task = task
+        self._watching: asyncio.Task[None] | None = None
+        self._later = asyncio.get_running_loop().call_later(WATCH_S, self._begin)
+        self.gone = False
+
+    def _begin(self) -> None:
+        self._watching = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        self._task.cancel()
+
+    def end(self) -> None:
+        self._later.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
 
 
 async def _body(send: Send, body: bytes, more: bool) -> None:

@@ -146,7 +146,7 @@ class Pipeline:
         generate = partial(self._generate, call, release.model, policy, messages, sampling, verify, record)
         found = await self._look_up(asked, call, record)
         if isinstance(found, Answer):  # it passed the output guardrails of this very policy before it was stored
-            deltas = found.deltas()
+            deltas = found.deltas() if call.body.stream else [found.whole()]
             self._finish(deltas[-1], served, record)
             for delta in deltas:
                 yield delta

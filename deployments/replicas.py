@@ -25,6 +25,7 @@ import uvicorn
 from gearshift.deployments import registry
 from gearshift.deployments.cluster import node_address
 from gearshift.deployments.control import SnapshotBoard, SnapshotHolder
+from gearshift.deployments.corked import CorkedProtocol
 from gearshift.deployments.encoder import Encoder, SimilarAnswers
 from gearshift.deployments.engine_server import EngineServer
 from gearshift.deployments.gateway import create_app
@@ -239,6 +240,7 @@ class GatewayReplica:
                 server_header=False,
                 proxy_headers=False,
                 lifespan="off",
+                http=CorkedProtocol,
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )

@@ -67,8 +67,15 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     def deltas(self) -> list[Delta]:
         """The answer again; its last piece says that the prompt came from a cache."""
-        usage = Usage(self.usage.prompt_tokens, self.usage.completion_tokens, cached_tokens=self.usage.prompt_tokens)
-        return [*(Delta(piece) for piece in self.pieces), Delta("", self.finish_reason, usage)]
+        return [*(Delta(piece) for piece in self.pieces), Delta("", self.finish_reason, self._usage)]
+
+    def whole(self) -> Delta:
+        """All of it at once."""
+        return Delta("".join(self.pieces), self.finish_reason, self._usage)
+
+    @property
+    def _usage(self) -> Usage:
+        return Usage(self.usage.prompt_tokens, self.usage.completion_tokens, cached_tokens=self.usage.prompt_tokens)
 
 
 def cacheable(mode: Mode, sampling: SamplingParams) -> bool:

@@ -29,6 +29,7 @@ class Pipe:
         self._watchdog: asyncio.TimerHandle | None = None
         self._losing: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
+        self._packed: list[bytes] = []
 
     async def call(self, *command: Any) -> Any:
         """The reply. Raises `ResponseError` for one that is an error, `RedisError` or `OSError` when none came in time."""
@@ -36,11 +37,19 @@ class Pipe:
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Any] = loop.create_future()
         self._waiting.append((loop.time() + self._timeout_s, reply))
+        if not self._packed:
+            loop.call_soon(self._flush)
+        self._packed += connection.pack_command(*command)  # in the order of `_waiting`
         if self._watchdog is None:
             self._watchdog = loop.call_later(self._timeout_s, self._watch)
-        # queues the bytes before it waits for anything, so the order of replies is the order of `_waiting`
-        await connection.send_packed_command(connection.pack_command(*command), check_health=False)
         return await reply
+
+    def _flush(self) -> None:
+        """What was asked in one turn of the event loop leaves in one piece. Those who ask wait for replies, so that no more is
+        under way than they are; a connection that broke is noticed by who reads from it."""
+        packed, self._packed = self._packed, []
+        if self._connection is not None and self._connection._writer is not None:
+            self._connection._writer.writelines(packed)
 
     async def close(self) -> None:
         await self._lose(RedisConnectionError("closed"))
@@ -94,7 +103,7 @@ class Pipe:
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
-        waiting, self._waiting = self._waiting, deque()
+        waiting, self._waiting, self._packed = self._waiting, deque(), []
         for _, future in waiting:
             if not future.done():
                 future.set_exception(error)
