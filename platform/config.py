@@ -78,8 +78,8 @@ class PromptCache(Section):
     """KV blocks of prefixes that were asked for more than once, in Redis: a new or restarted replica loads them instead of
     computing, where that is faster. Never shared between tenants."""
 
-    max_bytes: ByteSize = ByteSize(1024**3)
-    """In Redis, of one version of the model; the least recently used go."""
+    max_bytes: ByteSize = ByteSize(128 * 1024**2)
+    """In Redis, of one version of the model; the least recently used go. The embedded Redis holds 256 MiB of everything."""
     ttl_s: Seconds = 86400.0
     """Since the last use."""
     min_tokens: Count = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -18,10 +19,14 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session")
-def redis_server() -> Iterator[EmbeddedRedis]:
+SERVERS = {"embedded": None} | ({"redis-server": found} if (found := shutil.which("redis-server")) else {})
+"""Debian's as well, where it is installed."""
+
+
+@pytest.fixture(scope="session", params=SERVERS)
+def redis_server(request: pytest.FixtureRequest) -> Iterator[EmbeddedRedis]:
     with tempfile.TemporaryDirectory(prefix="gearshift-test-") as folder:
-        server = EmbeddedRedis(Path(folder))
+        server = EmbeddedRedis(Path(folder), SERVERS[request.param])
         yield server
         server.close()
 

