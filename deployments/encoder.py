@@ -337,7 +337,7 @@ class SimilarAnswers:
         self._timeout_s = timeout_s
         self._ttl_s = ttl_s
 
-    async def find(self, question: Question) -> tuple[Answer, float] | None:
+    async def find(self, question: Question) -> Answer | None:
         if not comparable(question, self._settings):
             return None
         found, result = None, "miss"

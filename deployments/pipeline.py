@@ -167,7 +167,8 @@ class Pipeline:
             record.cache = "bypass"
             return None
         anew, begun = call.use == "refresh" and self._config.cache.bypass, time.time_ns()
-        part, found = ("refresh", Flight(asked)) if anew else await self._flights.find(asked)
+        literally = call.body.cache is not None and not call.body.cache.semantic
+        part, found = ("refresh", Flight(asked)) if anew else await self._flights.find(asked, literally)
         if found is not None:
             record.looked_up(begun, part)
         return found
@@ -311,7 +312,7 @@ class Pipeline:
         """None when this request has nothing to do with the cache."""
         config, wished = self._config.cache, call.body.cache
         mode = self._config.releases[release].cache or config.mode
-        if wished is not None and (config.bypass or wished.mode == "all"):
+        if wished is not None and wished.mode is not None and (config.bypass or wished.mode == "all"):
             mode = wished.mode
         refused = call.use == "never" or (call.use == "none" and config.bypass)
         if config.mode == "off" or refused or call.body.choices > 1 or not exact.cacheable(mode, sampling):

@@ -97,7 +97,9 @@ class StreamOptions(_Wire):
 class CacheControl(_Wire):
     """Gearshift's extension: whether this answer may come from the cache and go into it."""
 
-    mode: Literal["off", "deterministic", "all"]
+    mode: Literal["off", "deterministic", "all"] | None = None
+    semantic: bool = True
+    """Whether the answer to the same question in other words will do."""
 
 
 class Generation(_Wire):

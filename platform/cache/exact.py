@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import zlib
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["off", "deterministic", "all"]
 CHECKSUM_BYTES = 8
+PLAIN_BYTES = 1024
+ZLIB = b"\x78"
 EXACT, SEMANTIC, PROMPT = "exact", "semantic", "kv"
 """Where answers are, the questions that the semantic cache compares, and the KV blocks of prompts."""
 SCHEMA = b"2 "
@@ -110,28 +113,25 @@ class ExactCache:
         except StoreAway:
             return None
 
-    async def of(self, question: Question, key: str) -> tuple[Answer, float] | None:
-        """The answer to another question of the same tenant and release, and for how many seconds it is kept. key: of that
-        question. Raises `StoreAway`."""
-        value, left_s = await self._store.get_for(self._store.key(EXACT, question.tenant, question.name, key))
-        answer = self.decoded(value)
-        return (answer, left_s) if answer is not None and left_s > 0 else None
+    async def of(self, question: Question, key: str) -> Answer | None:
+        """The answer to another question of the same tenant and release. key: of that question. Raises `StoreAway`."""
+        return self.decoded(await self._store.get(self._store.key(EXACT, question.tenant, question.name, key)))
 
     def decoded(self, value: bytes | None) -> Answer | None:
         """None as well for one that is damaged or of another version."""
         whole = unsealed(value)
         try:
-            return None if whole is None else self._decode(whole)
-        except msgspec.DecodeError:
+            return None if whole is None else self._decode(_unpacked(whole, self._max_bytes))
+        except (msgspec.DecodeError, zlib.error):
             return None
 
-    async def put(self, question: Question, answer: Answer, ttl_s: float | None = None) -> bool:
-        """ttl_s: unset is the cache's. Whether it is kept."""
+    async def put(self, question: Question, answer: Answer) -> bool:
+        """Whether it is kept."""
         value = self._encode(answer)
         if len(value) > self._max_bytes:
             return False
         try:
-            await self._store.set(self.key(question), sealed(value), ttl_s or self._ttl_s)
+            await self._store.set(self.key(question), sealed(_packed(value)), self._ttl_s)
         except StoreAway:
             log.debug("an answer was not stored")
             return False
@@ -147,6 +147,16 @@ class ExactCache:
         if release == "*":  # blocks are of models, and no answers
             await self._store.delete_all(self._store.key(PROMPT, tenant, "*"))
         return await self._store.delete_all(self._store.key(EXACT, tenant, release, "*"))
+
+
+def _packed(value: bytes) -> bytes:
+    """Long ones are compressed, at the level that costs least."""
+    return zlib.compress(value, 1) if len(value) > PLAIN_BYTES else value
+
+
+def _unpacked(value: bytes, most: int) -> bytes:
+    """MessagePack's arrays do not begin as compressed data does. Raises `zlib.error`."""
+    return zlib.decompressobj().decompress(value, most) if value[:1] == ZLIB else value
 
 
 def sealed(value: bytes) -> bytes:

@@ -88,8 +88,8 @@ class Flight:
     followers: int = 0
     published: int = -1
     """Deltas that were, and -1 for none."""
-    ttl_s: float | None = None
-    """How long it is kept, where the answer is older than the question."""
+    own: bool = True
+    """Its answer is to this very question, and not to one that asks the same: only then it is kept."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, delta: Delta) -> None:
@@ -146,8 +146,8 @@ class _Alone(Exception):
 class Similar(Protocol):
     """Knows questions that ask the same in other words. Never fails a request."""
 
-    async def find(self, question: Question) -> tuple[Answer, float] | None:
-        """The answer to one, and for how many seconds it is kept."""
+    async def find(self, question: Question) -> Answer | None:
+        """The answer to one."""
 
     def add(self, question: Question) -> None:
         """It has an answer by now."""
@@ -168,8 +168,9 @@ class Flights:
         self._following: dict[str, asyncio.Task[None]] = {}
         self._later: set[asyncio.Task[None]] = set()
 
-    async def find(self, question: Question) -> tuple[Part, Answer | Flight | None]:
-        """The answer, a flight that the caller leads from now on, inside of `led`, or None: somebody else is at it, `follow`."""
+    async def find(self, question: Question, literally: bool = False) -> tuple[Part, Answer | Flight | None]:
+        """The answer, a flight that the caller leads from now on, inside of `led`, or None: somebody else is at it, `follow`.
+        literally: no other question's answer will do."""
         if question.key in self._flying:
             return "shared", None
         if (answer := await self._cache.get(question)) is not None:
@@ -179,20 +180,24 @@ class Flights:
             return "hit", answer
         if not leads:
             return "shared", None
-        if self._similar is not None and (answer := await self._ask(self._similar, flight)) is not None:
+        if (
+            self._similar is not None
+            and not literally
+            and (answer := await self._ask(self._similar, flight)) is not None
+        ):
             return "semantic", answer
         return "miss", flight
 
     async def _ask(self, similar: Similar, flight: Flight) -> Answer | None:
         """The answer to a question that asks the same, which ends the flight."""
         try:
-            found = await similar.find(flight.question)
+            answer = await similar.find(flight.question)
         except BaseException:
             self._land(flight, "left")
             raise
-        if found is None:
+        if answer is None:
             return None
-        answer, flight.ttl_s = found
+        flight.own = False
         for delta in answer.deltas():
             flight.add(delta)
         self._land(flight, "ended")
@@ -323,7 +328,7 @@ class Flights:
 
     async def _settle(self, key: str, flight: Flight) -> None:
         """Stores what may be stored, and gives the lease back."""
-        if flight.outcome == "ended":
+        if flight.outcome == "ended" and flight.own:
             await self._keep(flight)
         publish = msgspec.msgpack.encode(flight.seen()) if flight.published >= 0 and flight.outcome != "left" else b""
         with contextlib.suppress(StoreAway):
@@ -335,8 +340,7 @@ class Flights:
         seen = flight.seen()
         if seen.finish_reason in ("stop", "length") and seen.usage is not None:
             answer = Answer(seen.pieces, seen.finish_reason, seen.usage)
-            kept = await self._cache.put(flight.question, answer, flight.ttl_s)
-            if kept and self._similar is not None and flight.ttl_s is None:  # so that no answer is passed on and on
+            if await self._cache.put(flight.question, answer) and self._similar is not None:
                 self._similar.add(flight.question)
 
     async def _tick(self) -> None:

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 BREAKER_S = 1.0
 SCAN_COUNT = 1000
-GET_FOR = "return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}"
 EXIST = """
 local found = {}
 for place, key in ipairs(KEYS) do found[place] = redis.call('EXISTS', key) end
@@ -58,11 +57,6 @@ class Store:
     async def get_many(self, keys: list[str]) -> list[bytes | None]:
         found: list[bytes | None] = await self._call("MGET", *keys)
         return found
-
-    async def get_for(self, key: str) -> tuple[bytes | None, float]:
-        """A value, and for how many seconds from now."""
-        value, left_ms = await self.script(GET_FOR, [key])
-        return value, left_ms / 1000
 
     async def exist(self, keys: list[str]) -> list[bool]:
         """Of each key, whether it does."""

@@ -125,10 +125,7 @@ async def test_an_answer_that_is_gone_is_no_hit_and_is_forgotten(store: Store, t
         assert await similar.find(first) is None
         await cache.put(first, ANSWER)
         similar.add(first)
-        found = await similar.find(question("What city is the capital?"))
-        assert found is not None
-        assert found[0] == ANSWER
-        assert 59 < found[1] <= 60
+        assert await similar.find(question("What city is the capital?")) == ANSWER
         assert await similar.find(question("Who is it?")) is None
         await cache.purge()
         assert await similar.find(question("What city is the capital?")) is None

@@ -72,6 +72,15 @@ async def test_two_gateways_share_one_count(store: Store) -> None:
     assert sum(not isinstance(result, Exception) for result in results) == 3
 
 
+async def test_a_long_answer_is_kept_compressed_and_one_that_unpacks_to_too_much_is_none(store: Store) -> None:
+    cache = ExactCache(store, ttl_s=60, max_answer_bytes=10_000)
+    long = Answer(("All work and no play. " * 200, "end"), "stop", Usage(3, 900))
+    await cache.put(QUESTION, long)
+    assert len(await store.get(cache.key(QUESTION)) or b"") < 500
+    assert await cache.get(QUESTION) == long
+    assert await ExactCache(store, 60, max_answer_bytes=1000).get(QUESTION) is None
+
+
 async def test_an_answer_is_found_again_whole(store: Store) -> None:
     cache = ExactCache(store, ttl_s=60, max_answer_bytes=1000)
     assert await cache.get(QUESTION) is None

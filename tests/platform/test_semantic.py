@@ -123,11 +123,11 @@ class Similar:
     """Knows one question, whatever is asked."""
 
     def __init__(self) -> None:
-        self.known: tuple[Answer, float] | None = None
+        self.known: Answer | None = None
         self.added: list[Question] = []
         self.failure: BaseException | None = None
 
-    async def find(self, question: Question) -> tuple[Answer, float] | None:
+    async def find(self, question: Question) -> Answer | None:
         if self.failure is not None:
             raise self.failure
         return self.known
@@ -136,7 +136,7 @@ class Similar:
         self.added.append(question)
 
 
-async def test_the_answer_to_another_question_is_kept_no_longer_than_it_was_and_never_passed_on(store: Store) -> None:
+async def test_the_answer_to_another_question_is_given_and_never_kept_as_one_to_this(store: Store) -> None:
     similar, cache = Similar(), ExactCache(store, 60, 1000)
     flights = Flights(store, cache, similar)
     part, flight = await flights.find(asked("a"))
@@ -147,14 +147,20 @@ async def test_the_answer_to_another_question_is_kept_no_longer_than_it_was_and_
             flight.add(delta)
     await flights.settled()
     assert similar.added == [asked("a")]
-    similar.known = (ANSWER, 5.0)
+    similar.known = ANSWER
+    part, flight = await flights.find(asked("c"), literally=True)
+    assert part == "miss"
+    assert isinstance(flight, Flight)
+    with flights.led(flight):
+        pass
     assert await flights.find(asked("b")) == ("semantic", ANSWER)
     await flights.settled()
     assert similar.added == [asked("a")]
-    found = await cache.of(asked("a"), asked("b").key)
-    assert found is not None
-    assert 4 < found[1] <= 5
-    assert (await flights.find(asked("b")))[0] == "hit"
+    kept = await cache.of(asked("a"), asked("a").key)
+    assert kept is not None
+    assert kept.pieces == ANSWER.pieces
+    assert await cache.of(asked("a"), asked("b").key) is None
+    assert (await flights.find(asked("b")))[0] == "semantic"
 
 
 async def test_who_goes_away_while_it_is_compared_leaves_the_question_to_others(store: Store) -> None:
