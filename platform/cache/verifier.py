@@ -69,10 +69,12 @@ class Verifier:
         return decided(pairs, found)
 
     def save(self, path: Path) -> None:
-        arrays = {name: np.ascontiguousarray(getattr(self.trees, name)) for name in Forest.__dataclass_fields__}
+        arrays = {name: getattr(self.trees, name) for name in Forest.__dataclass_fields__}
         tensors = {**arrays, "center": self.center, "topics": self.topics, "start": np.array([self.start])}
+        # the format keeps the bytes as they lie in memory, and knows of no other order than C's
+        content = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(safetensors.numpy.save(tensors, {"card": json.dumps(asdict(self.card))}))
+        path.write_bytes(safetensors.numpy.save(content, {"card": json.dumps(asdict(self.card))}))
 
 
 def decided(pairs: Sequence[Pair], scores: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -30,7 +30,8 @@ def by_letters(texts: Sequence[str]) -> NDArray[np.float32]:
     for row, text in zip(found, texts, strict=True):
         for first, then in pairwise(text):
             row[(ord(first) * 31 + ord(then)) % WIDTH] += 1
-    return found / np.linalg.norm(found, axis=1, keepdims=True)
+    lengths: NDArray[np.float32] = np.linalg.norm(found, axis=1, keepdims=True)
+    return found / lengths
 
 
 def labelled(count: int) -> list[Labelled]:
@@ -117,10 +118,12 @@ def test_the_one_that_is_shipped_loads_and_says_where_it_comes_from() -> None:
     assert "Quora" in found.card.source
     assert found.card.false_hits[1] < 0.01
     one = np.eye(1, found.center.size, dtype=np.float32)[0]
+    asked = read("What is the capital of France?")
     pairs = [
-        Pair.of(read("How do I cook rice?"), read(text)) for text in ("how do I cook rice", "How do I cook 2 eggs?")
+        Pair.of(asked, read(text)) for text in ("what's the capital of France", "What is the capital of 2 countries?")
     ]
     assert found.scores(pairs, one, np.stack([one, one])).tolist() == [np.inf, -np.inf]
+    assert np.abs(found.topics @ found.topics.T - np.eye(len(found.topics))).max() < 1e-5  # as they were fitted
 
 
 def test_a_threshold_counts_one_more_pair_in() -> None:
