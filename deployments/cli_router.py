@@ -10,6 +10,7 @@ from rich.table import Table
 
 from gearshift.deployments.consoles import config_path, err, out
 from gearshift.deployments.progress import bars
+from gearshift.platform.config import Embedding
 from gearshift.platform.config_file import load
 from gearshift.platform.errors import ConfigError
 
@@ -30,7 +31,7 @@ Split = Annotated[str, typer.Option(help="Rows of this split, or all.")]
 Source = Annotated[str, typer.Option(help="Where the answers come from and under which licence; kept in the file.")]
 Config = Annotated[Path | None, typer.Option(help="Deployment config; the example if left out.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
-KINDS = ("features", "tfidf", "blend", "answer")
+KINDS = ("features", "tfidf", "blend", "semantic", "answer")
 
 
 @app.command()
@@ -60,16 +61,20 @@ def collect(
 def train(
     answers: Answers,
     out_file: Out,
-    kind: Annotated[str, typer.Option(help=f"{', '.join(KINDS)} (a judge of answers).")] = "tfidf",
+    kind: Annotated[
+        str, typer.Option(help=f"{', '.join(KINDS)} (a judge of answers); semantic looks at vectors.")
+    ] = "tfidf",
     split: Split = "train",
     source: Source = "",
+    encoder: Annotated[str, typer.Option(help="For semantic: what `embedding.source` says.")] = Embedding().source,
 ) -> None:
     """Train a scorer, or a judge of answers. Prints what it does on rows it has not seen (5 folds)."""
     from gearshift.eval import routing
 
     if kind not in KINDS:
         raise typer.BadParameter(f"--kind: {kind!r} is not one of {', '.join(KINDS)}")
-    made = routing.train_scorer(_rows(answers, split), kind, out_file, source)  # type: ignore[arg-type]
+    with bars(err) as progress:
+        made = routing.train_scorer(_rows(answers, split), kind, out_file, source, encoder, progress)  # type: ignore[arg-type]
     facts = ", ".join(f"{name} {value:g}" for name, value in made.card.metrics.items())
     out.print(
         f"{out_file}: {kind} for {', '.join(made.card.tiers)}, {made.card.rows} rows, {made.digest}", soft_wrap=True
@@ -141,11 +146,13 @@ def explain(
     text: Annotated[str, typer.Argument(help="A user's message.")], config: Config = None, as_json: JsonOption = False
 ) -> None:
     """Show where a query goes, and what in it says so."""
-    from gearshift.router.features import Query
+    from gearshift.eval.routing import reader
     from gearshift.router.policy import Asked
     from gearshift.router.router import Router
 
-    router, query = Router(load(config_path(config))), Query(text)
+    loaded = load(config_path(config))
+    router = Router(loaded)
+    query = reader(loaded, router)(text)
     route = router.route(query, Asked())
     facts = {
         "tier": route.tier,

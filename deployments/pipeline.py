@@ -4,7 +4,7 @@ ARCHITECTURE.md. Closing the generator at any step aborts everything below it.""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -46,6 +46,10 @@ from gearshift.router.arms import Served, Snapshot, in_shadow, release_of
 from gearshift.router.features import Query
 from gearshift.router.router import Judgement
 
+Embed = Callable[[str], Awaitable[tuple[float, ...]]]
+"""A text's vector, or an empty one where it does not come in time. The semantic cache asks the encoder for the same one, which it
+remembers."""
+
 
 class Pipeline:
     """Owns the request. Everything it needs was given to it: it opens nothing and imports no framework."""
@@ -58,8 +62,11 @@ class Pipeline:
         limits: RateLimits,
         flights: Flights,
         snapshot: Callable[[], Snapshot],
+        embed: Embed | None = None,
     ) -> None:
+        """embed: for a router that looks at vectors; without it, it does without."""
         self._config = config
+        self._embed = embed
         self._engines = engines
         self._starting = {name: engine for name, engine in engines.items() if isinstance(engine, Starting)}
         self._limits = limits
@@ -85,8 +92,12 @@ class Pipeline:
                 tokens = estimate_tokens(call.body, self._config)
                 reservation = ticket.reservation = await self._limits.reserve(caller.tenant, caller.limits, tokens)
             try:
+                vector: tuple[float, ...] = ()
+                if self._embed is not None and self._routing.needs_embedding(call):
+                    with record.step("embed"):
+                        vector = await self._embed(query_of(call.body).text)
                 with record.step("route"):
-                    candidates = self._routing.candidates(call, caller, reservation, record)
+                    candidates = self._routing.candidates(call, caller, reservation, record, vector)
                 ticket.heard.trace = call.trace.get("traceparent", "")
                 if ticket.heard.wanted:
                     ticket.heard.question = query_of(call.body).text

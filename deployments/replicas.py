@@ -273,8 +273,14 @@ class GatewayReplica:
             self._limits,
             self._flights(config),
             lambda: snapshot.current,
+            self._embed if config.embedding is not None else None,
         )
         return Serving(revision, config, keys, pipeline)
+
+    async def _embed(self, text: str) -> tuple[float, ...]:
+        settings = self._serving.config.embedding
+        vector = await self._encoder.embed(text, settings.timeout_s) if settings is not None else None
+        return () if vector is None else tuple(vector.tolist())
 
     def _flights(self, config: Config) -> Flights:
         cache, similar = ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes), None

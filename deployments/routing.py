@@ -9,7 +9,7 @@ from dataclasses import replace
 from gearshift.deployments.call import Call, Candidate, estimate_prompt, query_of
 from gearshift.platform import telemetry
 from gearshift.platform.cache.limits import Reservation
-from gearshift.platform.config import Config
+from gearshift.platform.config import AUTO, Config
 from gearshift.platform.engine.protocol import Engine
 from gearshift.platform.errors import InvalidRequest, PermissionDenied
 from gearshift.platform.telemetry import Record
@@ -34,15 +34,27 @@ class Routing:
         self._router = Router(config)
         self.drift = self._router.drift()
 
-    def candidates(self, call: Call, caller: Caller, reservation: Reservation, record: Record) -> list[Candidate]:
-        """Where the request goes first, and where it may fall back to: only the router's choice may be replaced."""
+    def needs_embedding(self, call: Call) -> bool:
+        """Whether the vector of what is asked says something about where the request goes."""
+        return call.body.model == AUTO and self._router.needs_embedding
+
+    def candidates(
+        self,
+        call: Call,
+        caller: Caller,
+        reservation: Reservation,
+        record: Record,
+        embedding: tuple[float, ...] = (),
+    ) -> list[Candidate]:
+        """Where the request goes first, and where it may fall back to: only the router's choice may be replaced. embedding: of
+        what is asked, empty where there is none."""
         snapshot, config, asked = self._snapshot(), self._config, call.body.model
         record.asked, record.epoch = asked, snapshot.epoch
         units = Units(call.id, call.body.unit or "", call.body.prompt_cache_key or "")
         if asked in config.releases:
             record.route_reason = "release"
             return [Candidate(Served(tier_of_release(config, asked), asked))]
-        query = query_of(call.body)
+        query = replace(query_of(call.body), embedding=embedding)
         is_tier = asked in config.tiers
         chosen = Route(asked, "tier") if is_tier else self._choose(call, caller, query, units, reservation, record)
         record.route_reason, record.score = chosen.reason, chosen.score

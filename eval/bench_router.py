@@ -16,7 +16,7 @@ from gearshift.eval.routing_data import Labelled, Mask, without_near_copies
 from gearshift.platform.embedding import Embedder
 from gearshift.platform.weights.source import Progress
 from gearshift.router import calibrate, metrics
-from gearshift.router.learned import Kind, Learned, train
+from gearshift.router.learned import EMBEDDED, Kind, Learned, train
 from gearshift.router.metrics import Numbers
 from gearshift.router.policy import TierFacts, choose, named
 from gearshift.router.score import LengthScorer
@@ -48,7 +48,7 @@ class RouterBench:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """Scorers that are trained here; those that need embeddings only with an encoder."""
-        return ("features", "tfidf", "blend", *(("embedding",) if self.encoder else ()))
+        return ("features", "tfidf", "blend", *(EMBEDDED if self.encoder else ()))
 
     def _embedded(self, data: Labelled) -> Labelled:
         if self.encoder is None:
@@ -70,7 +70,7 @@ class RouterBench:
         self._bar("MMLU, 1,531 labels: tfidf: APGR", 0.64, "min")
         self._bar("MMLU, 1,531 labels: tfidf: CPT50", 31, "max")
         self._bar("MMLU, 1,531 labels: tfidf: CPT80", 64, "max")
-        self._bar("MMLU, unseen subjects: features: APGR", 0.65, "min")
+        self._bar(f"MMLU, unseen subjects: {'semantic' if self.encoder else 'features'}: APGR", 0.65, "min")
         self._cost(train("tfidf", data.examples(masks[0][0])), data)
 
     def _cost(self, scorer: Learned, data: Labelled) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 
 from gearshift.eval import jsonl
+from gearshift.eval.routing import reader
 from gearshift.platform.config import Config
 from gearshift.platform.errors import ConfigError
 from gearshift.router.features import Query
@@ -60,6 +62,7 @@ class Replay:
 def replay(log: Path, config: Config) -> Replay:
     """Raises `ConfigError` when the log can't tell what the new scorer would say."""
     router = Router(config)
+    read = reader(config, router)
     names = tuple(config.tiers)
     before: Counter[str] = Counter()
     after: Counter[str] = Counter()
@@ -70,7 +73,7 @@ def replay(log: Path, config: Config) -> Replay:
         if record.score is None or record.usage is None or record.tier not in config.tiers:
             skipped += 1
             continue
-        gains = _gains(router, record, f"{log}:{number}")
+        gains = _gains(router, read, record, f"{log}:{number}")
         asked = Asked(prompt_tokens=record.usage[0], wished_tokens=record.usage[1])
         ruled = rules(router.tiers, asked)
         steps = named(ruled.tiers, price_steps(ruled.tiers, asked))
@@ -85,9 +88,9 @@ def replay(log: Path, config: Config) -> Replay:
     return Replay(names, before, after, moved, dollars[0], dollars[1], gained, skipped)
 
 
-def _gains(router: Router, record: Logged, where: str) -> dict[str, float]:
+def _gains(router: Router, read: Callable[[str], Query], record: Logged, where: str) -> dict[str, float]:
     if record.query:
-        return named(router.tiers, router.gains(Query(record.query)))
+        return named(router.tiers, router.gains(read(record.query)))
     if record.scorer == router.scorer_id and len(router.tiers) == 2:
         return named(router.tiers, (0.0, record.score or 0.0))
     raise ConfigError(

@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gearshift.eval.answered import Answered, examples, qualities, queries, seconds, tier_names
+from gearshift.platform.config import Config
 from gearshift.platform.errors import ConfigError
+from gearshift.platform.weights.source import Progress, no_progress
 from gearshift.router import calibrate, metrics
 from gearshift.router.artefact import Artefact, Card, data_hash, save
 from gearshift.router.calibrate import Measured, Rows
 from gearshift.router.calibration import Calibration, CascadeThreshold, Data, Interval, Target
-from gearshift.router.learned import Examples, Kind, train
+from gearshift.router.features import Query
+from gearshift.router.learned import EMBEDDED, Examples, Kind, train
 from gearshift.router.metrics import Numbers
+from gearshift.router.router import Router
 
 FOLDS = 5
 
 
 def split(rows: Sequence[Answered], name: str) -> list[Answered]:
     return [row for row in rows if row.split == name]
+
+
+Embed = Callable[[Sequence[str]], NDArray[np.float32]]
+
+
+def with_vectors(rows: Sequence[Answered], embed: Embed) -> Examples:
+    """Labelled queries of answered questions, with their vectors."""
+    data = examples(rows)
+    vectors = embed([query.text for query in data.queries])
+    return replace(
+        data, queries=[replace(q, embedding=tuple(v.tolist())) for q, v in zip(data.queries, vectors, strict=True)]
+    )
+
+
+def embedder_of(source: str, progress: Progress = no_progress) -> Embed:
+    """What computes the vectors of an encoder."""
+    from gearshift.platform.embedding import Embedder
+    from gearshift.platform.weights.source import ensure, parse
+
+    embedder = Embedder(ensure(parse(source), progress).path)
+    return lambda texts: embedder.embed(texts, lambda done, total: progress("embedding", done, total))
+
+
+def reader(config: Config, router: Router) -> Callable[[str], Query]:
+    """From a text to the query that this router would look at in a deployment of this config."""
+    if not router.needs_embedding or config.embedding is None:
+        return Query
+    embed = embedder_of(config.embedding.source)
+    return lambda text: Query(text, embedding=tuple(embed([text])[0].tolist()))
+
+
+def _data(rows: Sequence[Answered], kind: str, encoder: str, progress: Progress = no_progress) -> Examples:
+    return with_vectors(rows, embedder_of(encoder, progress)) if kind in EMBEDDED else examples(rows)
 
 
 def cross_fitted(kind: Kind, data: Examples, seed: int = 0) -> Numbers:
@@ -36,9 +74,16 @@ def cross_fitted(kind: Kind, data: Examples, seed: int = 0) -> Numbers:
     return gains
 
 
-def train_scorer(rows: Sequence[Answered], kind: Kind, path: Path, source: str) -> Artefact:
-    """Raises `ConfigError` when the rows teach nothing."""
-    names, data = tier_names(rows), examples(rows)
+def train_scorer(
+    rows: Sequence[Answered],
+    kind: Kind,
+    path: Path,
+    source: str,
+    encoder: str = "",
+    progress: Progress = no_progress,
+) -> Artefact:
+    """encoder: source of the vectors, for a kind that looks at them. Raises `ConfigError` when the rows teach nothing."""
+    names, data = tier_names(rows), _data(rows, kind, encoder, progress)
     try:
         gains = cross_fitted(kind, data)
         scorer = train(kind, data)
@@ -50,14 +95,20 @@ def train_scorer(rows: Sequence[Answered], kind: Kind, path: Path, source: str) 
         curve = metrics.recovered(gains, weak, strong)
         told |= {"APGR": metrics.apgr(curve), "CPT50": metrics.cpt(curve, 0.5), "CPT80": metrics.cpt(curve, 0.8)}
     card = Card(
-        kind, names, len(rows), data_hash(data), source, {name: round(value, 4) for name, value in told.items()}
+        kind=kind,
+        tiers=names,
+        rows=len(rows),
+        data=data_hash(data),
+        source=source,
+        encoder=encoder if kind in EMBEDDED else "",
+        metrics={name: round(value, 4) for name, value in told.items()},
     )
     return save(path, scorer, card)
 
 
 def gains_on(rows: Sequence[Answered], artefact: Artefact) -> Numbers:
     """[n]. Rows that the scorer was trained on get the gains of scorers that have not seen them."""
-    data = examples(rows)
+    data = _data(rows, artefact.card.kind, artefact.card.encoder)
     if artefact.card.tiers != tier_names(rows):
         raise ConfigError(
             f"the scorer was trained for the tiers {', '.join(artefact.card.tiers)}, the answers are of "

@@ -40,6 +40,8 @@ class Card:
     """SHA-256 of the labelled queries it was trained on."""
     source: str = ""
     """Where they come from, and under which licence."""
+    encoder: str = ""
+    """Source of the vectors that it knows; empty for one that looks at none."""
     metrics: dict[str, float] = field(default_factory=dict)
     """On rows that were left out of the training."""
     format: int = FORMAT

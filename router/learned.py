@@ -21,12 +21,18 @@ from gearshift.router.trees import Trees
 from gearshift.router.words import Words
 
 Numbers = NDArray[np.float64]
-Kind = Literal["features", "tfidf", "embedding", "blend", "answer"]
+Kind = Literal["features", "tfidf", "embedding", "blend", "semantic", "answer"]
 STRENGTH = {"tfidf": 0.3, "embedding": 1.0, "answer": 0.5}
 """Inverse of the L2 penalty, chosen on folds of MMLU's training rows."""
 BESIDE_WORDS = {"tfidf": 0.1, "answer": 0.5}
 """Features are shrunk beside words, whose vectors have length one."""
-PARTS: dict[str, tuple[str, ...]] = {"features": ("trees",), "blend": ("tfidf", "trees")}
+PARTS: dict[str, tuple[str, ...]] = {
+    "features": ("trees",),
+    "blend": ("tfidf", "trees"),
+    "semantic": ("trees", "embedding"),
+}
+EMBEDDED: tuple[Kind, ...] = ("embedding", "semantic")
+"""Kinds that look at the vectors of queries."""
 TREES = 150
 LEAF_SHARE = 0.007
 """Of the rows, at least so many in a leaf."""
@@ -89,7 +95,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The mean of its parts. Gains of a tier are over the cheapest one."""
+    """The mean of its parts, without those that need vectors of queries where there are none. Gains of a tier are over the
+    cheapest one."""
 
     parts: tuple[Linear | Trees, ...]
 
@@ -98,8 +105,12 @@ class Learned:
         return any(part.embedded for part in self.parts)
 
     def qualities(self, queries: Sequence[Query]) -> Numbers:
-        """[n, tiers]"""
-        total: Numbers = np.mean([part.qualities(queries) for part in self.parts], axis=0)
+        """[n, tiers]. Raises `ValueError` when no part can do without vectors."""
+        has_vectors = all(query.embedding for query in queries)
+        parts = [part for part in self.parts if has_vectors or not part.embedded]
+        if not parts:
+            raise ValueError("this scorer needs the vectors of queries")
+        total: Numbers = np.mean([part.qualities(queries) for part in parts], axis=0)
         return total
 
     def gains(self, query: Query) -> tuple[float, ...]:

@@ -35,6 +35,7 @@ class Router:
         settings = config.router
         self.tiers = tuple(facts(config, name) for name in config.tiers)
         self.settings = settings
+        self._encoder = config.embedding.source if config.embedding is not None else ""
         self.calibration = Calibration.read(Path(settings.calibration)) if settings.calibration else None
         self.scorer_id: str = settings.scorer
         self._learned: Learned | None = None
@@ -63,9 +64,14 @@ class Router:
                 f"router.artefact: {path} was trained for the tiers {', '.join(loaded.card.tiers)}, the config has "
                 f"{', '.join(tiers)}; train it on answers of these"
             )
-        if loaded.scorer.needs_embedding:
+        if loaded.scorer.needs_embedding and (made := self._encoder) != loaded.card.encoder:
             raise ConfigError(
-                f"router.artefact: {path} needs embeddings of queries, which this deployment does not make"
+                f"router.artefact: {path} needs vectors of queries by {loaded.card.encoder}, and "
+                + (
+                    f"embedding.source is {made}; train it for that"
+                    if made
+                    else "nothing makes any; add `embedding: {}`"
+                )
             )
         return loaded.scorer, loaded.digest
 
@@ -80,6 +86,11 @@ class Router:
         if calibrated is None or calibrated.judge != digest:
             raise ConfigError("router.cascade: the calibration has no threshold for this judge; calibrate with it")
         return judge, calibrated.threshold, digest
+
+    @property
+    def needs_embedding(self) -> bool:
+        """Whether the vector of a query says something here; without one the score is made of the rest."""
+        return self._learned is not None and self._learned.needs_embedding
 
     def drift(self) -> Drift | None:
         """Watches whether the calibration still fits; None without one."""

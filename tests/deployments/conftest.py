@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from gearshift.deployments.gateway import create_app
-from gearshift.deployments.pipeline import Pipeline
+from gearshift.deployments.pipeline import Embed, Pipeline
 from gearshift.deployments.replicas import QuietServer, shared_socket
 from gearshift.deployments.samples import SampleLog
 from gearshift.deployments.shadow import Shadows
@@ -78,7 +78,9 @@ def serve(store: Store, anyio_backend: str) -> Serve:
     """`async with serve(small=EchoEngine(...)) as gateway`; engines that are not given echo at once."""
 
     @asynccontextmanager
-    async def running(text: str = TEXT, extra: str = "", **given: Engine) -> AsyncIterator[Gateway]:
+    async def running(
+        text: str = TEXT, extra: str = "", embed: Embed | None = None, **given: Engine
+    ) -> AsyncIterator[Gateway]:
         config: Config = config_file.parse(text + extra)
         engines: dict[str, Any] = {name: given.get(name) or EchoEngine() for name in config.models}
         snapshot = [Snapshot.of(config)]
@@ -89,6 +91,7 @@ def serve(store: Store, anyio_backend: str) -> Serve:
             RateLimits(store, "allow"),
             Flights(store, ExactCache(store, 60, 100_000)),
             lambda: snapshot[-1],
+            embed,
         )
         token = "sesame" if config.telemetry.metrics_token_env else None
         samples = SampleLog(store, config)

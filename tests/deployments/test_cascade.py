@@ -221,6 +221,40 @@ def configured(base_config: str, folder: Path, router: str) -> Config:
     return config_file.load(folder / "config.yaml")
 
 
+async def test_a_router_that_looks_at_vectors_gets_them_and_does_without(
+    serve: Any, base_config: str, tmp_path: Path
+) -> None:
+    texts = [f"number {n}" for n in range(60)]
+    vectors = [(float(n % 2), 1.0) for n in range(60)]
+    queries = [Query(text, embedding=vector) for text, vector in zip(texts, vectors, strict=True)]
+    data = Examples(queries, np.array([[float(n % 2), 1.0] for n in range(60)]))
+    card = Card("semantic", ("cheap", "expensive"), 60, data_hash(data), encoder="pypi:all-minilm-l6-v2")
+    artefact.save(tmp_path / "s.safetensors", train("semantic", data), card)
+    router = "{artefact: s.safetensors, threshold: 0.3}\n"
+    with pytest.raises(ConfigError, match="add `embedding"):
+        Router(configured(base_config, tmp_path, router))
+    with pytest.raises(ConfigError, match="train it for that"):
+        Router(configured(base_config, tmp_path, f"{router}embedding: {{source: hf:org/other}}"))
+    asked: list[str] = []
+
+    async def embed(text: str) -> tuple[float, ...]:
+        asked.append(text)
+        return () if "gone" in text else (float("easy" in text), 1.0)
+
+    extra = f"router: {{artefact: {tmp_path}/s.safetensors, threshold: 0.5}}\nembedding: {{}}\n"
+    async with serve(extra=extra, embed=embed) as gateway, gateway.client() as client:
+
+        async def tier(text: str, model: str = "auto") -> str:
+            messages: Any = [{"role": "user", "content": text}]
+            raw = await client.chat.completions.with_raw_response.create(model=model, messages=messages)
+            return str(raw.headers["x-gearshift-tier"])
+
+        assert [await tier(text) for text in ("an easy one", "a hard one")] == ["cheap", "expensive"]
+        await tier("gone")
+        await tier("not the router's business", "cheap")
+    assert asked == ["an easy one", "a hard one", "gone"]
+
+
 def test_files_of_the_router_lie_beside_the_config(base_config: str, tmp_path: Path) -> None:
     made, judge = scorer(tmp_path), scorer(tmp_path, "answer")
     calibrate(tmp_path, made.digest, judge.digest)

@@ -66,6 +66,19 @@ def test_embeddings_are_learned_from_and_missing_ones_are_an_error() -> None:
         train("embedding", data)
 
 
+def test_where_there_is_no_vector_a_score_is_made_of_the_rest() -> None:
+    data = examples()
+    vectors = [dataclasses.replace(q, embedding=(float("Calculate" in q.text), 1.0)) for q in data.queries]
+    scorer = train("semantic", Examples(vectors, data.qualities))
+    alone = train("features", data)
+    asked = Query("Calculate 81 * 3 and explain each step.")
+    assert scorer.needs_embedding
+    assert scorer.score(asked) == alone.score(asked)
+    assert scorer.score(dataclasses.replace(asked, embedding=(1.0, 1.0))) != alone.score(asked)
+    with pytest.raises(ValueError, match="vectors"):
+        train("embedding", Examples(vectors, data.qualities)).score(asked)
+
+
 def test_a_judge_reads_the_answer() -> None:
     sure, unsure = Certainty([-0.05] * 9, [0.1] * 9), Certainty([-1.5] * 9, [2.0] * 9)
     queries = [Query(f"Question {n}?", attempt=Attempt(f"answer {n}", sure if n % 2 else unsure)) for n in range(60)]
