@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from gearshift.eval import verifier_training
 from gearshift.eval.paraphrases import Labelled, groups, read_pairs
@@ -51,7 +52,10 @@ def labelled(count: int) -> list[Labelled]:
 @pytest.fixture(scope="module")
 def trained() -> verifier.Verifier:
     few = {**verifier_training.GROWN, "max_iter": 15}
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        threadpool_limits(1),
+    ):  # few rows: threads would only wait for each other
         patch.setattr(verifier_training, "GROWN", few)
         patch.setattr(verifier_training, "LEAST", 300)
         return verifier_training.train(labelled(800), by_letters, ENCODER, 0.05, "made up")
@@ -77,7 +81,8 @@ def test_the_trees_say_what_the_library_says() -> None:
     rng = np.random.default_rng(0)
     table = rng.normal(size=(3000, 6))
     same = table[:, 0] + table[:, 1] * table[:, 2] > 0
-    grown = HistGradientBoostingClassifier(max_iter=30, random_state=0).fit(table, same)
+    with threadpool_limits(1):
+        grown = HistGradientBoostingClassifier(max_iter=30, random_state=0).fit(table, same)
     forest = verifier_training._forest([trees[0].nodes for trees in grown._predictors], 1.0)
     forest.check(6, 1)
     ours = float(grown._baseline_prediction[0, 0]) + forest.leaves(table).sum(axis=1)[:, 0]
