@@ -63,7 +63,6 @@ class Batches:
         self._waiting: dict[str, asyncio.Future[Floats]] = {}
         self._known: OrderedDict[str, Floats] = OrderedDict()
         self._working: asyncio.Task[None] | None = None
-        self.batches = 0
 
     async def embed(self, text: str) -> Floats:
         """[width]. Raises what `compute` raises."""
@@ -87,7 +86,6 @@ class Batches:
                 for text in texts:
                     self._waiting.pop(text).set_exception(error)
                 continue
-            self.batches += 1
             for text, vector in zip(texts, vectors, strict=True):
                 self._known[text] = vector
                 self._waiting.pop(text).set_result(vector)

@@ -369,12 +369,12 @@ class GatewayReplica:
         """What /ready waits for. Once everything was there, one model's loss does not take the gateway out of service."""
         if self._was_ready:
             return None
-        away = self._away()
+        away = self._pool.away(self._serving.keys)
         self._was_ready = not away
         return f"no replica of {', '.join(away)}" if away else None
 
     def _away(self) -> list[str]:
-        """What should be there, and is not."""
+        """What should be there, and is not. Without the encoder caches miss, which is no reason to serve nobody."""
         encoder = ["the encoder"] if self._serving.config.embedding is not None and not self._encoder.ready else []
         return [*self._pool.away(self._serving.keys), *encoder]
 

@@ -117,8 +117,6 @@ class Judged:
     recall: tuple[float, float, float]
     by_kind: dict[str, tuple[int, int]]
     """Of pairs that look alike and ask something else: hits, of how many."""
-    worst: list[tuple[float, str, str]]
-    """Surest of the false hits."""
 
 
 def judge(verifier: Verifier, labelled: Sequence[Labelled], embed: Embed) -> Judged:
@@ -126,8 +124,6 @@ def judge(verifier: Verifier, labelled: Sequence[Labelled], embed: Embed) -> Jud
     scores = verifier.scores(data.pairs, data.one, data.other)
     hits = scores > verifier.card.threshold
     false, true = hits[~data.same], hits[data.same]
-    surest: list[int] = np.flatnonzero(hits & ~data.same).tolist()
-    worst = sorted((float(scores[n]), labelled[n].one, labelled[n].other) for n in surest)
     kinds = sorted({pair.kind for pair in labelled if not pair.same})
     return Judged(
         share(int(false.sum()), len(false)),
@@ -137,7 +133,6 @@ def judge(verifier: Verifier, labelled: Sequence[Labelled], embed: Embed) -> Jud
             for kind in kinds
             for listed in [[n for n, pair in enumerate(labelled) if pair.kind == kind and not pair.same]]
         },
-        worst[::-1][:10],
     )
 
 

@@ -300,12 +300,7 @@ def _joined(words: Sequence[str], two: tuple[str, str]) -> bool:
     stems = [_stem(word) for word in words]
     first, last = sorted(stems.index(word) for word in two)
     between = set(words[first + 1 : last])
-    return bool(between & (_words().lists["joining"] - {"with", "both"})) and not between & {
-        "from",
-        "to",
-        "into",
-        "than",
-    }
+    return bool(between & _words().lists["joining"]) and not between & {"from", "to", "into", "than"}
 
 
 def _compound(pair: Pair, two: tuple[str, str]) -> bool:
