@@ -6,7 +6,7 @@ ranks better than one model of the difference, and words better than embeddings 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from gearshift.router import answers as answers_module
 from gearshift.router import features as features_module
 from gearshift.router.answers import Attempt, answer_features
 from gearshift.router.features import Query, features
-from gearshift.router.trees import Trees
+from gearshift.router.trees import NO_AXES, Trees, inputs
 from gearshift.router.words import Words
 
 Numbers = NDArray[np.float64]
@@ -29,11 +29,14 @@ BESIDE_WORDS = {"tfidf": 0.1, "answer": 0.5}
 PARTS: dict[str, tuple[str, ...]] = {
     "features": ("trees",),
     "blend": ("tfidf", "trees"),
-    "semantic": ("trees", "embedding"),
+    "semantic": ("trees", "embedded trees"),
 }
 EMBEDDED: tuple[Kind, ...] = ("embedding", "semantic")
 """Kinds that look at the vectors of queries."""
 TREES = 150
+AXES = 24
+"""Of queries' vectors that trees look at. Subjects they have never seen are ranked best with these few; all of a vector's numbers
+tell subjects apart instead."""
 LEAF_SHARE = 0.007
 """Of the rows, at least so many in a leaf."""
 
@@ -131,7 +134,7 @@ def train(kind: Kind, examples: Examples) -> Learned:
     """Raises `ValueError` when there is nothing to learn from."""
     if len(examples.queries) < 20:
         raise ValueError(f"{len(examples.queries)} labelled queries are too few to train on: at least 20")
-    fits = [_grow(examples) if part == "trees" else _fit(part, examples) for part in PARTS.get(kind, (kind,))]
+    fits = [GROWN[part](examples) if part in GROWN else _fit(part, examples) for part in PARTS.get(kind, (kind,))]
     return Learned(tuple(fits))
 
 
@@ -161,13 +164,32 @@ def _attempt(query: Query) -> Attempt:
     return query.attempt
 
 
-def _grow(examples: Examples) -> Trees:
+def _grow(examples: Examples, axes: Numbers = NO_AXES, share: float = 1.0) -> Trees:
+    """share: of the inputs that each split chooses from."""
     from sklearn.ensemble import ExtraTreesRegressor
 
-    rows = np.array([features(query) for query in examples.queries])
-    leaf = max(5, round(LEAF_SHARE * len(rows)))
-    forest = ExtraTreesRegressor(TREES, min_samples_leaf=leaf, random_state=0)
-    return Trees.of(forest.fit(rows, examples.qualities))
+    leaf = max(5, round(LEAF_SHARE * len(examples.queries)))
+    forest = ExtraTreesRegressor(TREES, min_samples_leaf=leaf, max_features=share, random_state=0)
+    return Trees.of(forest.fit(inputs(examples.queries, axes), examples.qualities), axes)
+
+
+def _grow_embedded(examples: Examples) -> Trees:
+    from sklearn.decomposition import PCA
+
+    vectors = _vectors(examples)
+    axes = PCA(min(AXES, *vectors.shape), random_state=0).fit(vectors).components_
+    return _grow(examples, np.asarray(axes, dtype=np.float64), 0.5)
+
+
+def _vectors(examples: Examples) -> Numbers:
+    """[n, width]. Raises `ValueError` where there are none."""
+    vectors = np.array([query.embedding for query in examples.queries])
+    if vectors.ndim != 2 or not vectors.shape[1]:
+        raise ValueError("the embedding scorer needs queries with vectors")
+    return vectors
+
+
+GROWN: dict[str, Callable[[Examples], Trees]] = {"trees": _grow, "embedded trees": _grow_embedded}
 
 
 def _fit(kind: str, examples: Examples) -> Linear:
@@ -188,9 +210,7 @@ def _fit(kind: str, examples: Examples) -> Linear:
         scale = np.where(spread > 1e-9, 1 / np.maximum(spread, 1e-9), 0.0) * BESIDE_WORDS.get(kind, 1.0)
         blocks.append(sparse.csr_matrix((dense - center) * scale))
     if kind == "embedding":
-        vectors = np.array([query.embedding for query in examples.queries])
-        if vectors.ndim != 2 or not vectors.shape[1]:
-            raise ValueError("the embedding scorer needs queries with embeddings")
+        vectors = _vectors(examples)
         embedded = vectors.shape[1]
         blocks.append(sparse.csr_matrix(vectors))
     inputs = sparse.hstack(blocks).tocsr()
