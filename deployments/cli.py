@@ -18,7 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from gearshift import __version__
-from gearshift.deployments import cli_bench, cli_cache, cli_eval, cli_experiment, cli_revision, cli_router, client
+from gearshift.deployments import (
+    cli_bench,
+    cli_cache,
+    cli_eval,
+    cli_experiment,
+    cli_guard,
+    cli_revision,
+    cli_router,
+    client,
+)
 from gearshift.deployments.cli_experiment import DEFAULT_ADMIN_URL, who
 from gearshift.deployments.consoles import config_path, err, out
 from gearshift.deployments.files import check_files
@@ -42,6 +51,7 @@ for name, sub in {
     "keys": keys_app,
     "experiment": cli_experiment.app,
     "router": cli_router.app,
+    "guardrails": cli_guard.app,
     "eval": cli_eval.app,
     "bench": cli_bench.app,
 }.items():

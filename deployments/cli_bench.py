@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from numpy.typing import NDArray
 
 from gearshift.deployments.consoles import config_path, err, out
 from gearshift.deployments.progress import bars
 from gearshift.eval.bench import Report
-from gearshift.platform.config import Config, Model
+from gearshift.platform.config import Config, Embedding, Model
 from gearshift.platform.config_file import load
 from gearshift.platform.errors import ConfigError
 from gearshift.platform.weights import source
@@ -231,6 +233,28 @@ def cache(
             run_semantic_bench(pairs or [], report, progress)
         if only in ("prompt", "all"):
             run_prompt_bench(repeats, report, progress)
+    _finish(report, json_file)
+
+
+@app.command("guardrails")
+def guardrails(
+    data: Annotated[Path, typer.Option(help="Folder with injection.jsonl.gz, secrets.jsonl.gz and toxicity.jsonl.gz.")],
+    encoder: Annotated[str, typer.Option(help="What `embedding.source` says.")] = Embedding().source,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure what the rules find, what they flag by mistake, in plain text and in disguise, and what they cost. Classifiers are
+    trained on the way, so that each text is judged by one that has not seen it."""
+    from gearshift.eval.bench_guard import GuardBench
+    from gearshift.platform.embedding import Embedder
+
+    report = Report("guardrails")
+    with bars(err) as progress:
+        embedder = Embedder(source.ensure(source.parse(encoder), progress).path)
+
+        def embed(texts: Sequence[str]) -> NDArray[Any]:
+            return embedder.embed(texts, lambda done, total: progress("embedding", done, total))
+
+        GuardBench(data, embed, progress, report).run()
     _finish(report, json_file)
 
 

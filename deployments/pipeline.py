@@ -3,6 +3,7 @@ ARCHITECTURE.md. Closing the generator at any step aborts everything below it.""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -17,7 +18,8 @@ from gearshift.deployments.choices import of_choice, several
 from gearshift.deployments.identity import fingerprint, question
 from gearshift.deployments.routing import Routing
 from gearshift.guardrails import stream
-from gearshift.guardrails.policy import CompiledPolicy, compile_policy
+from gearshift.guardrails.policy import CompiledPolicy, Reading, compile_policies
+from gearshift.guardrails.subject import Vectors
 from gearshift.guardrails.verdict import Stage, Verdict
 from gearshift.platform import telemetry
 from gearshift.platform.cache import exact
@@ -30,6 +32,7 @@ from gearshift.platform.errors import (
     ContentBlocked,
     EngineUnavailable,
     GearshiftError,
+    GuardrailAway,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
@@ -46,9 +49,9 @@ from gearshift.router.arms import Served, Snapshot, in_shadow, release_of
 from gearshift.router.features import Query
 from gearshift.router.router import Judgement
 
-Embed = Callable[[str], Awaitable[tuple[float, ...]]]
-"""A text's vector, or an empty one where it does not come in time. The semantic cache asks the encoder for the same one, which it
-remembers."""
+Embed = Callable[[str, float | None], Awaitable[tuple[float, ...]]]
+"""A text's vector, or an empty one where it does not come in so many seconds, or in `embedding.timeout_s`. The semantic cache
+asks the encoder for the same one, which it remembers."""
 
 
 class Pipeline:
@@ -64,7 +67,7 @@ class Pipeline:
         snapshot: Callable[[], Snapshot],
         embed: Embed | None = None,
     ) -> None:
-        """embed: for a router that looks at vectors; without it, it does without."""
+        """embed: for a router and guardrails that look at vectors; without it, they do without."""
         self._config = config
         self._embed = embed
         self._engines = engines
@@ -74,7 +77,7 @@ class Pipeline:
         self._snapshot = snapshot
         self._tenants = Tenants(config.tenants)
         self._routing = Routing(config, engines, snapshot)
-        self._policies: dict[str, CompiledPolicy] = {n: compile_policy(p) for n, p in config.policies.items()}
+        self._policies: dict[str, CompiledPolicy] = compile_policies(config, embed is not None)
         self.fingerprints = {name: fingerprint(config, name, revisions) for name in config.releases}
         self.inflight = 0
         self.hidden = 0
@@ -95,7 +98,7 @@ class Pipeline:
                 vector: tuple[float, ...] = ()
                 if self._embed is not None and self._routing.needs_embedding(call):
                     with record.step("embed"):
-                        vector = await self._embed(query_of(call.body).text)
+                        vector = await self._embed(query_of(call.body).text, None)
                 with record.step("route"):
                     candidates = self._routing.candidates(call, caller, reservation, record, vector)
                 ticket.heard.trace = call.trace.get("traceparent", "")
@@ -147,7 +150,7 @@ class Pipeline:
         sampling = record.sampling = call.body.sampling(release.sampling)
         with record.step("guard_input"):
             _check_readable(policy, release.policy, call.body)
-            messages = self._guard_input(policy, call.body.turns, record)
+            messages = await self._guard_input(policy, call.body.turns, record)
         if not call.body.raw:  # what is only continued has no turns, and no place for the release's prompt
             with record.step("assemble"):
                 prompt = self._config.prompts[release.prompt]
@@ -300,16 +303,29 @@ class Pipeline:
             raise ModelNotFound(f"There is no model {model!r}; there are: {known}.", param="model")
         caller.require(model)
 
-    def _guard_input(
+    async def _guard_input(
         self, policy: CompiledPolicy, messages: tuple[Message, ...], record: Record
     ) -> tuple[Message, ...]:
-        checked, verdicts = policy.check_messages(messages)
+        reading = policy.reading(messages)
+        checked, verdicts = reading.check(await self._vectors(reading))
         for verdict in verdicts:
             _noter(record, "input")(verdict)
-        blocked = next((verdict for verdict in verdicts if verdict.action == "block"), None)
-        if blocked is not None:
-            raise ContentBlocked(f"The request was refused by the rule {blocked.rule!r}.", param="messages")
-        return checked
+        deciding = [verdict.decided_by for verdict in verdicts if verdict.action == "block"]
+        blocked = min((each for each in deciding if each), key=lambda finding: finding.failed, default=None)
+        if blocked is None:
+            return checked
+        if blocked.failed:
+            raise GuardrailAway(f"The rule {blocked.rule!r} could not run, and nothing may pass without it; try again.")
+        raise ContentBlocked(f"The request was refused by the rule {blocked.rule!r}.", param="messages")
+
+    async def _vectors(self, reading: Reading) -> Vectors | None:
+        """None where no encoder runs."""
+        if self._embed is None:
+            return None
+        texts = reading.doubtful()
+        timeout_s = self._config.embedding.guard_timeout_s if self._config.embedding is not None else None
+        found = await asyncio.gather(*(self._embed(text, timeout_s) for text in texts))
+        return {text: vector or None for text, vector in zip(texts, found, strict=True)}
 
     def _question(
         self,
@@ -378,7 +394,7 @@ async def _timed(deltas: AsyncGenerator[Delta, None], record: Record) -> AsyncGe
 
 def _check_readable(policy: CompiledPolicy, name: str, body: Generation) -> None:
     """What guardrails can't read they can't pass."""
-    if body.token_ids is not None and policy.input.links:
+    if body.token_ids is not None and policy.input.reads:
         raise InvalidRequest(
             f"The policy {name!r} reads what is asked; send the prompt as text, or ask a release whose policy has no input "
             "rules.",
@@ -394,7 +410,7 @@ def _check_readable(policy: CompiledPolicy, name: str, body: Generation) -> None
 
 def _noter(record: Record, stage: Stage) -> Callable[[Verdict], None]:
     def note(verdict: Verdict) -> None:
-        record.verdicts += [VerdictNote(stage, finding.action, finding.rule) for finding in verdict.findings]
+        record.verdicts += [VerdictNote(stage, finding.told, finding.rule) for finding in verdict.findings]
 
     return note
 

@@ -277,9 +277,11 @@ class GatewayReplica:
         )
         return Serving(revision, config, keys, pipeline)
 
-    async def _embed(self, text: str) -> tuple[float, ...]:
+    async def _embed(self, text: str, timeout_s: float | None) -> tuple[float, ...]:
         settings = self._serving.config.embedding
-        vector = await self._encoder.embed(text, settings.timeout_s) if settings is not None else None
+        if settings is None:
+            return ()
+        vector = await self._encoder.embed(text, timeout_s or settings.timeout_s)
         return () if vector is None else tuple(vector.tolist())
 
     def _flights(self, config: Config) -> Flights:

@@ -197,7 +197,7 @@ def _answered(record: Record, heard: Heard, limit: int) -> Sample:
         prompt_tokens=record.usage.prompt_tokens if record.usage else 0,
         completion_tokens=tokens,
         cost_dollars=record.cost_dollars,
-        blocked=any(note.stage == "output" for note in record.verdicts),
+        blocked=any(note.stage == "output" and note.action in ("redact", "block") for note in record.verdicts),
         question=heard.question[:limit],
         answer=answer[:limit],
         has_text=heard.wanted,

@@ -3,40 +3,110 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gearshift.guardrails.rules import Rule, make_rule
-from gearshift.guardrails.verdict import Action, Finding, Span, Stage, Verdict
-from gearshift.platform.config import Policy
+from gearshift.guardrails.patterns import Rule, places
+from gearshift.guardrails.rules import make_rule
+from gearshift.guardrails.subject import Subject
+from gearshift.guardrails.trained import Trained, make_trained
+from gearshift.guardrails.verdict import Action, Fail, Finding, Span, Stage, Verdict
+from gearshift.platform.config import TRAINED, Policy
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
+    """shadow: only tell what it would do. fail: what to do when it can't run."""
+
     rule: Rule
     action: Action
+    fail: Fail = "closed"
+    shadow: bool = False
+
+    @property
+    def binding(self) -> bool:
+        """Whether an answer must wait for it when it can't run."""
+        return self.fail == "closed" and not self.shadow
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """As `Link`, of a rule that scores a whole text; its action is to block."""
+
+    rule: Trained
+    fail: Fail = "closed"
+    shadow: bool = False
 
 
 class Chain:
-    """Block wins over redact, redact over allow. A rule that raises blocks: what was not checked has not passed."""
+    """Block wins over redact, redact over allow; what is in the shadow wins over nothing. A rule that can't run blocks unless the
+    policy says otherwise: what was not checked has not passed."""
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __init__(self, links: Sequence[Link], judges: Sequence[Judge] = (), max_chars: int | None = None) -> None:
         self.links = tuple(links)
+        self.judges = tuple(judges)
+        self.max_chars = max_chars
+
+    @property
+    def reads(self) -> bool:
+        """Whether there is any rule."""
+        return bool(self.links or self.judges or self.max_chars)
 
     def check(self, text: str) -> Verdict:
-        findings = tuple(finding for link in self.links if (finding := _find(link, text)))
-        if any(finding.action == "block" for finding in findings):
-            return Verdict("block", "", findings)
-        if findings:
-            return Verdict("redact", redact(text, findings), findings)
-        return Verdict("allow", text)
+        """By the rules that find places, in the text as it is: what an answer goes through, piece by piece."""
+        return decide(text, [found for link in self.links if (found := _find(link, text))])
+
+    def check_whole(self, subject: Subject) -> Verdict:
+        """By the rules that find places, in the text as it is and as it reads when its disguise is undone."""
+        findings = [found for link in self.links if (found := _find(link, subject.text))]
+        if self.links and subject.view.text != subject.text:
+            findings += [found for link in self.links if (found := _find_disguised(link, subject))]
+        return decide(subject.text, findings)
+
+    def judge(self, subject: Subject) -> list[Finding]:
+        """By the rules that score."""
+        return [found for judge in self.judges if (found := _judge(judge, subject))]
+
+
+def decide(text: str, findings: Sequence[Finding]) -> Verdict:
+    told = tuple(findings)
+    binding = [finding for finding in told if not finding.shadow]
+    if any(finding.action == "block" for finding in binding):
+        return Verdict("block", "", told)
+    redacting = [finding for finding in binding if finding.action == "redact"]
+    if redacting:
+        return Verdict("redact", redact(text, redacting), told)
+    return Verdict("allow", text, told)
 
 
 def _find(link: Link, text: str) -> Finding | None:
     try:
-        spans = link.rule.find(text)
+        spans = places(link.rule, text)
     except Exception:
-        return Finding(link.rule.name, "block", (Span(0, len(text)),))
-    return Finding(link.rule.name, link.action, tuple(spans)) if spans else None
+        return _failed(link.rule.name, link.fail, link.shadow, len(text))
+    return Finding(link.rule.name, link.action, tuple(spans), shadow=link.shadow) if spans else None
+
+
+def _find_disguised(link: Link, subject: Subject) -> Finding | None:
+    found = _find(link, subject.view.text)
+    if found is None:
+        return None
+    if found.failed:
+        return replace(found, spans=(Span(0, len(subject.text)),))
+    return replace(found, spans=tuple(sorted(subject.view.origin(span) for span in found.spans)))
+
+
+def _judge(judge: Judge, subject: Subject) -> Finding | None:
+    try:
+        score = judge.rule.score(subject)
+    except Exception:
+        return _failed(judge.rule.name, judge.fail, judge.shadow, len(subject.text))
+    if score < judge.rule.threshold:
+        return None
+    return Finding(judge.rule.name, "block", (Span(0, len(subject.text)),), score, judge.shadow)
+
+
+def _failed(rule: str, fail: Fail, shadow: bool, length: int) -> Finding:
+    return Finding(rule, "allow" if fail == "open" else "block", (Span(0, length),), shadow=shadow, failed=True)
 
 
 def redact(text: str, findings: Sequence[Finding]) -> str:
@@ -51,5 +121,10 @@ def redact(text: str, findings: Sequence[Finding]) -> str:
     return "".join([*parts, text[done:]])
 
 
-def make_chain(policy: Policy, stage: Stage) -> Chain:
-    return Chain([Link(make_rule(rule.rule, rule.terms), rule.action) for rule in policy.rules if stage in rule.stages])
+def make_chain(policy: Policy, stage: Stage, encoder: str = "") -> Chain:
+    """encoder: whose vectors trained rules will get. Raises `ConfigError`."""
+    rules = [rule for rule in policy.rules if stage in rule.stages]
+    found = [rule for rule in rules if rule.rule not in (*TRAINED, "length")]
+    links = [Link(make_rule(rule.rule, rule.terms, stage), rule.action, rule.fail, rule.shadow) for rule in found]
+    judges = [Judge(make_trained(rule, encoder), rule.fail, rule.shadow) for rule in rules if rule.rule in TRAINED]
+    return Chain(links, judges, min((rule.max_chars for rule in rules if rule.max_chars is not None), default=None))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gearshift.guardrails.chain import Chain, make_chain
-from gearshift.guardrails.verdict import Verdict
-from gearshift.platform.config import Policy
+from gearshift.guardrails.chain import Chain, decide, make_chain
+from gearshift.guardrails.subject import Subject, Vectors
+from gearshift.guardrails.verdict import Finding, Span, Verdict
+from gearshift.platform.config import Config, Policy
+from gearshift.platform.errors import ConfigError
 from gearshift.platform.request import Message
+
+JUDGED = ("user", "tool")
+"""Roles whose words are judged: what the product's own developers and the model wrote is not an attack on it."""
+JOINED = 4
+"""The last so many messages of the user are also read as one: a payload may be split over them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,18 +23,73 @@ class CompiledPolicy:
     input: Chain
     output: Chain
 
-    def check_messages(self, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], list[Verdict]]:
-        """The messages with redactions made, and the verdicts that were not `allow`."""
+    def reading(self, messages: Sequence[Message]) -> Reading:
+        return Reading(self.input, messages)
+
+
+class Reading:
+    """One request under the input rules. Ask `doubtful` first, then give `check` the vectors."""
+
+    def __init__(self, chain: Chain, messages: Sequence[Message]) -> None:
+        self._chain = chain
+        self._messages = tuple(messages)
+        self._subjects = [Subject(message.content) for message in messages]
+        self._judged = self._to_judge() if chain.judges else []
+
+    def _to_judge(self) -> list[Subject]:
+        pairs = list(zip(self._messages, self._subjects, strict=True))
+        asked = [message.content for message in self._messages if message.role == "user"][-JOINED:]
+        joined = [Subject("\n".join(asked))] if len(asked) > 1 else []
+        return [subject for message, subject in pairs if message.role in JUDGED] + joined
+
+    def doubtful(self) -> list[str]:
+        """Texts whose vectors the rules need; each once."""
+        rules = [judge.rule for judge in self._chain.judges]
+        return list(
+            dict.fromkeys(text for subject in self._judged for rule in rules for text in rule.doubtful(subject))
+        )
+
+    def check(self, vectors: Vectors | None = None) -> tuple[tuple[Message, ...], list[Verdict]]:
+        """The messages with redactions made, and the verdicts that say something. vectors: None where no encoder runs."""
+        verdicts = [verdict for verdict in (self._length(), self._judge(vectors)) if verdict.findings]
         checked: list[Message] = []
-        verdicts: list[Verdict] = []
-        for message in messages:
-            verdict = self.input.check(message.content)
-            if verdict.action != "allow":
+        for message, subject in zip(self._messages, self._subjects, strict=True):
+            verdict = self._chain.check_whole(subject) if self._chain.links else Verdict("allow", subject.text)
+            if verdict.findings:
                 verdicts.append(verdict)
-                message = replace(message, content=verdict.text)
-            checked.append(message)
+            checked.append(replace(message, content=verdict.text) if verdict.action == "redact" else message)
         return tuple(checked), verdicts
 
+    def _length(self) -> Verdict:
+        most, length = self._chain.max_chars, sum(len(subject.text) for subject in self._subjects)
+        if most is None or length <= most:
+            return Verdict("allow", "")
+        return decide("", [Finding("length", "block", (Span(most, length),))])
 
-def compile_policy(policy: Policy) -> CompiledPolicy:
-    return CompiledPolicy(make_chain(policy, "input"), make_chain(policy, "output"))
+    def _judge(self, vectors: Vectors | None) -> Verdict:
+        """Of all that is judged; each rule speaks once, where it is surest."""
+        found: dict[str, Finding] = {}
+        for subject in self._judged:
+            subject.vectors = vectors
+            for finding in self._chain.judge(subject):
+                known = found.get(finding.rule)
+                if known is None or (finding.score or 0.0) > (known.score or 0.0):
+                    found[finding.rule] = finding
+        return decide("", list(found.values()))
+
+
+def compile_policies(config: Config, vectors: bool = True) -> dict[str, CompiledPolicy]:
+    """vectors: whether those of `embedding` can be had. Raises `ConfigError` that names the policy."""
+    encoder = config.embedding.source if vectors and config.embedding is not None else ""
+    compiled = {}
+    for name, policy in config.policies.items():
+        try:
+            compiled[name] = compile_policy(policy, encoder)
+        except ConfigError as error:
+            raise ConfigError(f"policies.{name}: {error}") from error
+    return compiled
+
+
+def compile_policy(policy: Policy, encoder: str = "") -> CompiledPolicy:
+    """encoder: of the deployment, empty for none. Raises `ConfigError`."""
+    return CompiledPolicy(make_chain(policy, "input", encoder), make_chain(policy, "output"))

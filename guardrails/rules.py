@@ -1,36 +1,15 @@
-"""Rules: where in a text is something that must not pass, and how much of its end may still become such a thing.
-
-Patterns run on RE2, whose time is linear in the text: no input can make them slow. Their unbounded parts come last, so
-that a finding shows itself within `stream.WINDOW_CHARS` characters.
-"""
+"""The rules of a policy by name."""
 
 from __future__ import annotations
 
 import re
 import string
 from collections.abc import Sequence
-from typing import Any, Protocol
 
-import re2
+from gearshift.guardrails.credentials import Secrets
+from gearshift.guardrails.patterns import Patterns, Rule
+from gearshift.guardrails.verdict import Span, Stage
 
-from gearshift.guardrails.verdict import Span
-
-SECRET_PATTERNS = (
-    r"sk-[A-Za-z0-9_-]{20,}",  # OpenAI and those who copied the form
-    r"gs-[A-Za-z0-9_-]{20,}",  # our own API keys
-    r"gh[pousr]_[A-Za-z0-9]{36,}",  # GitHub
-    r"github_pat_[A-Za-z0-9_]{22,}",
-    r"glpat-[A-Za-z0-9_-]{20,}",  # GitLab
-    r"xox[abprs]-[A-Za-z0-9-]{10,}",  # Slack
-    r"(?:AKIA|ASIA)[0-9A-Z]{16}",  # AWS access key id
-    r"AIza[0-9A-Za-z_-]{35}",  # Google API key
-    r"hf_[A-Za-z0-9]{30,}",  # Hugging Face
-    r"eyJ[A-Za-z0-9_-]{8,180}\.eyJ[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]+)?",  # JSON Web Token
-    r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[A-Za-z0-9+/=\s]*(?:-----END [A-Z ]{0,40}PRIVATE KEY-----)?",
-)
-SECRET_MARKS = ("sk-", "gs-", "gh", "glpat-", "xox", "AKIA", "ASIA", "AIza", "hf_", "eyJ", "-----BEGIN ")
-PEM_BEGIN = "-----BEGIN "
-PEM_ALPHABET = string.ascii_letters + string.digits + "+/=-" + string.whitespace
 EMAIL_PATTERN = r"[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,63}"  # lengths of RFC 5321, 4.5.3.1
 DIGITS_PATTERN = r"[0-9](?:[ -]?[0-9]){12,}"
 LONGEST_CARD = 19
@@ -40,60 +19,12 @@ _CARD = re.compile(  # prefixes and lengths of ISO/IEC 7812 issuers: Visa, Maste
 )
 
 
-class Rule(Protocol):
-    name: str
-
-    def find(self, text: str) -> list[Span]:
-        """Every place that must not pass, in order."""
-        ...
-
-    def open_from(self, text: str) -> int:
-        """Index from which the end of `text` may, with more text to come, be part of a finding; len(text) if none."""
-        ...
-
-
-class Patterns:
-    """Finds regular expressions.
-
-    `marks` are literals of which every finding has at least one: a text without any of them is done at the cost of a
-    literal search. `alphabet` holds every character of a finding: the text is open from where only those follow.
-    """
-
-    def __init__(self, name: str, patterns: Sequence[str], marks: Sequence[str], alphabet: str) -> None:
-        self.name = name
-        self._pattern: Any = re2.compile("|".join(f"(?:{pattern})" for pattern in patterns))
-        self._mark = re.compile("|".join(re.escape(mark) for mark in marks))
-        self._alphabet = alphabet
-
-    def find(self, text: str) -> list[Span]:
-        if self._mark.search(text) is None:
-            return []
-        return [Span(*match.span()) for match in self._pattern.finditer(text)]
-
-    def open_from(self, text: str) -> int:
-        return len(text.rstrip(self._alphabet))
-
-
-class Secrets(Patterns):
-    """Keys and tokens of well-known forms, and private keys in PEM (RFC 7468), which alone go over several lines."""
-
-    def __init__(self) -> None:
-        super().__init__("secrets", SECRET_PATTERNS, SECRET_MARKS, string.ascii_letters + string.digits + "_.-")
-
-    def open_from(self, text: str) -> int:
-        end = super().open_from(text)
-        pem = text.rfind(PEM_BEGIN)
-        if 0 <= pem < end and not text[pem + len(PEM_BEGIN) :].rstrip(PEM_ALPHABET):
-            return pem
-        return end
-
-
 class Cards(Patterns):
     """Payment card numbers, alone or among other numbers: whole groups of digits that together have a card issuer's
     prefix and length, and a right checksum."""
 
     def __init__(self) -> None:
-        super().__init__("card", [DIGITS_PATTERN], string.digits, string.digits + " -")
+        super().__init__("card", [DIGITS_PATTERN], string.digits + " -")
 
     def find(self, text: str) -> list[Span]:
         return [card for run in super().find(text) for card in _cards_in(text, run)]
@@ -154,14 +85,14 @@ def luhn(text: str) -> bool:
     return (sum(digits[0::2]) + sum(doubled)) % 10 == 0
 
 
-def make_rule(name: str, terms: Sequence[str]) -> Rule:
-    """The rule of a name in the config."""
+def make_rule(name: str, terms: Sequence[str], stage: Stage = "output") -> Rule:
+    """The rule of a name in the config. Answers are watched while they come, so that what a secret is called may be long gone."""
     if name == "blocklist":
         return Blocklist(terms)
     if name == "card":
         return Cards()
     if name == "email":
-        return Patterns("email", [EMAIL_PATTERN], "@", string.ascii_letters + string.digits + "._%+@-")
+        return Patterns("email", [EMAIL_PATTERN], string.ascii_letters + string.digits + "._%+@-", mark="@")
     if name == "secrets":
-        return Secrets()
+        return Secrets(named=stage == "input")
     raise ValueError(f"no rule named {name!r}")

@@ -10,7 +10,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from gearshift.guardrails.chain import Chain
-from gearshift.guardrails.verdict import Verdict
+from gearshift.guardrails.patterns import places
+from gearshift.guardrails.verdict import Span, Verdict
 from gearshift.platform.request import Delta
 
 WINDOW_CHARS = 256
@@ -34,16 +35,20 @@ class Window:
         return self._release(len(self._held))
 
     def _decide(self) -> Verdict:
-        """Releases what can be decided now. A rule that raises decides at once: the check will block."""
-        text, links = self._held, self._chain.links
-        try:
-            opened = min([link.rule.open_from(text) for link in links])
-            found = [span for link in links for span in link.rule.find(text)]
-        except Exception:
-            return self._release(len(text))
+        """Releases what can be decided now. A rule that raises and must not be skipped decides at once: the check will block."""
+        text, opened, any_failed = self._held, len(self._held), False
+        found: list[Span] = []
+        for link in self._chain.links:
+            try:
+                opened = min(opened, link.rule.open_from(text))
+                found += places(link.rule, text)
+            except Exception:
+                any_failed = True
+                if link.binding:
+                    return self._release(len(text))
         # a run longer than anything undecided needs lets go of its beginning
         end = max(opened, len(text) - WINDOW_CHARS)
-        if not found:
+        if not found and not any_failed:
             self._held = text[end:]
             return Verdict("allow", text[:end])
         for span in sorted(found, reverse=True):  # never cut into a finding, nor let go of one that may still grow
@@ -69,10 +74,10 @@ async def watch(
             if delta.finish_reason and verdict.action != "block":
                 rest = window.flush()
                 text += rest.text
-                if rest.action != "allow":
+                if rest.findings:
                     note(rest)
                 verdict = rest if rest.action == "block" else verdict
-            if verdict.action != "allow":
+            if verdict.findings:
                 note(verdict)
             if verdict.action == "block":
                 yield Delta(text, "content_filter", delta.usage)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 Stage = Literal["input", "output"]
 Action = Literal["allow", "redact", "block"]
+Fail = Literal["closed", "open"]
 
 
 class Span(NamedTuple):
@@ -18,11 +19,25 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A rule that had something to say about a text."""
+    """A rule that had something to say about a text, or could not run."""
 
     rule: str
     action: Action
+    """What it does about it."""
     spans: tuple[Span, ...]
+    score: float | None = None
+    """Of a trained rule, 0 to 1."""
+    shadow: bool = False
+    """It only says what it would do."""
+    failed: bool = False
+    """It could not run; `action` is what the policy wants then."""
+
+    @property
+    def told(self) -> str:
+        """The action, as metrics and traces name it. What did not run is never told as if it had."""
+        if self.failed:
+            return "failed_open" if self.action == "allow" else "failed_closed"
+        return f"would_{self.action}" if self.shadow else self.action
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,11 @@ class Verdict:
     findings: tuple[Finding, ...] = ()
 
     @property
+    def decided_by(self) -> Finding | None:
+        """The first rule that blocked, else the first that redacted."""
+        return next((each for each in self.findings if each.action == self.action and not each.shadow), None)
+
+    @property
     def rule(self) -> str:
-        """The rule that decided: the first that blocked, else the first that redacted."""
-        return next((finding.rule for finding in self.findings if finding.action == self.action), "")
+        """Its name; empty when nothing was decided."""
+        return self.decided_by.rule if self.decided_by else ""

@@ -6,7 +6,7 @@ How a file becomes one of these, with errors that point at lines, is config_file
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
@@ -194,18 +194,48 @@ class Prompt(Section):
     system: str = ""
 
 
-class Rule(Section):
-    """One rule of a policy. `terms` belongs to the blocklist."""
+TRAINED = ("injection", "toxicity")
+"""Rules that read a whole text and score it."""
 
-    rule: Literal["secrets", "email", "card", "blocklist"]
+
+class Rule(Section):
+    """One rule of a policy."""
+
+    rule: Literal["secrets", "email", "card", "blocklist", "length", "injection", "toxicity"]
     stages: Annotated[list[Literal["input", "output"]], Field(min_length=1)] = ["input", "output"]
+    """What is read: what is asked, or the answer while it comes. Rules that need whole texts read what is asked."""
     action: Literal["redact", "block"] = "redact"
+    fail: Literal["closed", "open"] = "closed"
+    """When the rule can't run: as if it had something to say, or as if it had nothing; either is counted as what it is."""
+    shadow: bool = False
+    """Only count what it would have done."""
     terms: list[Annotated[str, StringConstraints(min_length=2, max_length=200)]] = []
+    """Of the blocklist."""
+    max_chars: Count | None = None
+    """Of `length`: of all that is asked."""
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of a trained rule: the least score that counts. Half is the operating point that its card tells of; more flags less."""
+    classifier: str | None = None
+    """Of a trained rule: a file made by `gearshift guardrails train`; unset is the one that comes with the program. Relative to
+    the config file."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_texts(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("rule") in (*TRAINED, "length"):
+            return {"stages": ["input"], "action": "block"} | given
+        return given
 
     @model_validator(mode="after")
-    def _terms_where_they_belong(self) -> Self:
+    def _where_they_belong(self) -> Self:
         if (self.rule == "blocklist") != bool(self.terms):
             raise ValueError("terms: the blocklist needs some, and no other rule takes any")
+        if (self.rule == "length") != (self.max_chars is not None):
+            raise ValueError("max_chars: the rule length needs it, and no other rule takes it")
+        if self.rule in (*TRAINED, "length") and (self.stages != ["input"] or self.action != "block"):
+            raise ValueError(f"{self.rule} judges a whole text: stages: [input] and action: block is all it can do")
+        if self.rule not in TRAINED and {"threshold", "classifier"} & self.model_fields_set:
+            raise ValueError(f"threshold, classifier: belong to {' and '.join(TRAINED)}; {self.rule} is not trained")
         return self
 
 
@@ -470,6 +500,8 @@ class Embedding(Section):
     """Texts that are computed together, when so many wait."""
     timeout_s: Seconds = 0.5
     """A request waits so long, and then does without."""
+    guard_timeout_s: Seconds = 2.0
+    """A guardrail that needs a vector waits so long; then it could not run."""
 
 
 class Semantic(Section):

@@ -50,6 +50,12 @@ def _from_folder(config: Config, folder: Path) -> Config:
     if canaries is not None:
         at = canaries.model_copy(update={"file": found(canaries.file)})
         update["evaluation"] = config.evaluation.model_copy(update={"canaries": at})
+    update["policies"] = {
+        name: policy.model_copy(
+            update={"rules": [rule.model_copy(update={"classifier": found(rule.classifier)}) for rule in policy.rules]}
+        )
+        for name, policy in config.policies.items()
+    }
     if config.cache.semantic is not None:
         semantic = config.cache.semantic.model_copy(update={"verifier": found(config.cache.semantic.verifier)})
         update["cache"] = config.cache.model_copy(update={"semantic": semantic})

@@ -49,6 +49,12 @@ class ContentBlocked(InvalidRequest):
     code = "content_filter"
 
 
+class GuardrailAway(GearshiftError):
+    """A guardrail that must not be skipped could not run, for a while."""
+
+    status, type, code, retryable = 503, "overloaded_error", "guardrail_unavailable", True
+
+
 class InvalidApiKey(GearshiftError):
     status, type, code = 401, "invalid_request_error", "invalid_api_key"
 

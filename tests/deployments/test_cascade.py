@@ -237,7 +237,7 @@ async def test_a_router_that_looks_at_vectors_gets_them_and_does_without(
         Router(configured(base_config, tmp_path, f"{router}embedding: {{source: hf:org/other}}"))
     asked: list[str] = []
 
-    async def embed(text: str) -> tuple[float, ...]:
+    async def embed(text: str, timeout_s: float | None) -> tuple[float, ...]:
         asked.append(text)
         return () if "gone" in text else (float("easy" in text), 1.0)
 

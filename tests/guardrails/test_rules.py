@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gearshift.guardrails.chain import Chain, Link, make_chain
-from gearshift.guardrails.rules import Rule as RuleProtocol
+from gearshift.guardrails.patterns import Rule as RuleProtocol
 from gearshift.guardrails.rules import luhn, make_rule
 from gearshift.platform.config import Policy, Rule
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.guardrails.chain import Chain, Link, make_chain
-from gearshift.guardrails.rules import Rule as RuleProtocol
+from gearshift.guardrails.patterns import Rule as RuleProtocol
 from gearshift.guardrails.stream import WINDOW_CHARS, Window, watch
 from gearshift.guardrails.verdict import Verdict
 from gearshift.platform.config import Policy, Rule

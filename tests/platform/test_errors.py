@@ -31,6 +31,7 @@ def test_every_error_of_the_module_is_in_the_table() -> None:
 def test_a_client_is_not_told_to_repeat_what_can_t_succeed() -> None:
     assert {name for name, kind in TABLE if kind.retryable} == {
         "RateLimited",
+        "GuardrailAway",
         "Overloaded",
         "UpstreamError",
         "EngineUnavailable",

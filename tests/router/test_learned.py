@@ -222,22 +222,6 @@ def test_trees_over_vectors_are_the_same_after_a_file(tmp_path: Path) -> None:
             artefact.load(path)
 
 
-def test_trees_over_vectors_are_the_same_after_a_file(tmp_path: Path) -> None:
-    data, path, rng = examples(), tmp_path / "a.safetensors", np.random.default_rng(0)
-    vectors = [dataclasses.replace(query, embedding=tuple(rng.normal(size=30).tolist())) for query in data.queries]
-    scorer = train("semantic", Examples(vectors, data.qualities))
-    artefact.save(path, scorer, card(scorer, data, kind="semantic"))
-    loaded = artefact.load(path).scorer
-    assert loaded.needs_embedding
-    assert [loaded.gains(query) for query in vectors] == [scorer.gains(query) for query in vectors]
-    plain, trees = scorer.parts
-    assert isinstance(trees, Trees)
-    for axes in (trees.axes * np.nan, trees.axes[0]):
-        artefact.save(path, Learned((plain, dataclasses.replace(trees, axes=axes))), card(scorer, data))
-        with pytest.raises(ConfigError, match="trees"):
-            artefact.load(path)
-
-
 def test_saved_trees_are_the_same_and_broken_ones_are_refused(tmp_path: Path) -> None:
     data, path = examples(), tmp_path / "a.safetensors"
     scorer = train("blend", data)

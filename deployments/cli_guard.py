@@ -1,0 +1,52 @@
+"""`gearshift guardrails …`: train the classifiers, and ask a policy about a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gearshift.deployments.consoles import err, out
+from gearshift.deployments.progress import bars
+from gearshift.platform.config import Embedding
+
+app = typer.Typer(no_args_is_help=True, help="What a policy catches.")
+
+
+@app.command("train")
+def train(
+    name: Annotated[str, typer.Argument(help="injection or toxicity.")],
+    data: Annotated[
+        Path,
+        typer.Option(help="Folder with injection.jsonl.gz or toxicity.jsonl.gz: text, label, source, a line each."),
+    ],
+    out_file: Annotated[Path, typer.Option("--out", help="File to write.")],
+    encoder: Annotated[str, typer.Option(help="What `embedding.source` says.")] = Embedding().source,
+    false_positives: Annotated[
+        float, typer.Option(min=1e-4, max=0.5, help="Share of harmless texts that may score above 0.5.")
+    ] = 0.008,
+) -> None:
+    """Train a classifier on the rows whose terms allow it, and set its scores by texts that it has not seen (4 folds)."""
+    from gearshift.eval import guard_training
+    from gearshift.guardrails.classifier import save
+    from gearshift.platform.embedding import Embedder
+    from gearshift.platform.weights import source
+
+    if name not in guard_training.RECIPES:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(guard_training.RECIPES)}", param_hint="NAME")
+    with bars(err) as progress:
+        embedder = Embedder(source.ensure(source.parse(encoder), progress).path)
+        made = guard_training.train(
+            name,
+            data,
+            lambda texts: embedder.embed(texts, lambda done, total: progress("embedding", done, total)),
+            encoder,
+            false_positives,
+        )
+    save(out_file, made)
+    card = made.card
+    told = (
+        f"{card.rows} texts; of unseen ones {card.recall:.1%} found, {card.false_positives:.2%} of the harmless flagged"
+    )
+    out.print(f"{out_file}: {told}", highlight=False, soft_wrap=True)
