@@ -22,10 +22,12 @@ class Link:
     fail: Fail = "closed"
     shadow: bool = False
 
-    @property
-    def binding(self) -> bool:
-        """Whether an answer must wait for it when it can't run."""
-        return self.fail == "closed" and not self.shadow
+    def open_from(self, text: str) -> int:
+        """As `Rule.open_from`; nothing is open for a rule that can't run: it speaks when it is asked to find."""
+        try:
+            return min(max(0, self.rule.open_from(text)), len(text))
+        except Exception:
+            return len(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,15 @@ class Chain:
 
     def check(self, text: str) -> Verdict:
         """By the rules that find places, in the text as it is: what an answer goes through, piece by piece."""
-        return decide(text, [found for link in self.links if (found := _find(link, text))])
+        return decide(text, self.find(text))
+
+    def find(self, text: str) -> list[Finding]:
+        """By the rules that find places."""
+        return [found for link in self.links if (found := _find(link, text))]
 
     def check_whole(self, subject: Subject) -> Verdict:
         """By the rules that find places, in the text as it is and as it reads when its disguise is undone."""
-        findings = [found for link in self.links if (found := _find(link, subject.text))]
+        findings = self.find(subject.text)
         if self.links and subject.view.text != subject.text:
             findings += [found for link in self.links if (found := _find_disguised(link, subject))]
         return decide(subject.text, findings)

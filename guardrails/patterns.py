@@ -6,12 +6,15 @@ that a finding shows itself within `stream.WINDOW_CHARS` characters.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import re2
 
 from gearshift.guardrails.verdict import Span
+
+WORD = string.ascii_letters + string.digits + "_"
 
 
 class Rule(Protocol):
@@ -34,6 +37,11 @@ def places(rule: Rule, text: str) -> list[Span]:
     return found
 
 
+def word_start(text: str, at: int) -> int:
+    """Where the word begins that reaches to `at`: a pattern may ask what stands before it."""
+    return len(text[:at].rstrip(WORD))
+
+
 class Patterns:
     """Finds regular expressions.
 
@@ -53,4 +61,5 @@ class Patterns:
         return [Span(*match.span()) for match in self._pattern.finditer(text)]
 
     def open_from(self, text: str) -> int:
-        return len(text.rstrip(self._alphabet))
+        end = len(text.rstrip(self._alphabet))
+        return end if end == len(text) else word_start(text, end)

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 
 from gearshift.guardrails.credentials import Secrets
 from gearshift.guardrails.patterns import Patterns, Rule
+from gearshift.guardrails.personal import Accounts, Machines, Phones, SocialSecurity
 from gearshift.guardrails.verdict import Span, Stage
 
 EMAIL_PATTERN = r"[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,63}"  # lengths of RFC 5321, 4.5.3.1
-DIGITS_PATTERN = r"[0-9](?:[ -]?[0-9]){12,}"
+DIGITS_PATTERN = r"[0-9](?:[ -]?[0-9]){11,}"
 LONGEST_CARD = 19
 _GROUP = re.compile(r"[0-9]+")
-_CARD = re.compile(  # prefixes and lengths of ISO/IEC 7812 issuers: Visa, Mastercard, American Express, Diners, others
-    r"4[0-9]{12}(?:[0-9]{3}){0,2}|5[1-5][0-9]{14}|2[2-7][0-9]{14}|3[47][0-9]{13}|3[0689][0-9]{12}|6[0-9]{15,18}"
+_CARD = re.compile(  # prefixes and lengths of ISO/IEC 7812 issuers: Visa, Mastercard, Amex, Diners, JCB, Maestro, others
+    r"4[0-9]{12}(?:[0-9]{3}){0,2}|5[1-5][0-9]{14}|2[2-7][0-9]{14}|3[47][0-9]{13}|3[0689][0-9]{12}|35[0-9]{14}|(?:1800|2131)[0-9]{11}"
+    r"|(?:5018|5020|5038|5893|6304|6759|676[1-3])[0-9]{8,15}|6[0-9]{15,18}"
 )
 
 
@@ -93,6 +95,14 @@ def make_rule(name: str, terms: Sequence[str], stage: Stage = "output") -> Rule:
         return Cards()
     if name == "email":
         return Patterns("email", [EMAIL_PATTERN], string.ascii_letters + string.digits + "._%+@-", mark="@")
+    if name == "phone":
+        return Phones(named=stage == "input")
+    if name == "iban":
+        return Accounts()
+    if name == "ssn":
+        return SocialSecurity()
+    if name == "ip":
+        return Machines()
     if name == "secrets":
         return Secrets(named=stage == "input")
     raise ValueError(f"no rule named {name!r}")

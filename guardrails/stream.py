@@ -6,12 +6,12 @@ listed term. So most text waits for the end of its word and no longer.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
-from gearshift.guardrails.chain import Chain
-from gearshift.guardrails.patterns import places
-from gearshift.guardrails.verdict import Span, Verdict
+from gearshift.guardrails.chain import Chain, decide
+from gearshift.guardrails.verdict import Finding, Span, Verdict
 from gearshift.platform.request import Delta
 
 WINDOW_CHARS = 256
@@ -28,38 +28,37 @@ class Window:
     def push(self, text: str) -> Verdict:
         self._held += text
         if not self._chain.links:
-            return self._release(len(self._held))
+            return self._release(len(self._held), [])
         return self._decide()
 
     def flush(self) -> Verdict:
-        return self._release(len(self._held))
+        return self._release(len(self._held), self._chain.find(self._held))
 
     def _decide(self) -> Verdict:
-        """Releases what can be decided now. A rule that raises and must not be skipped decides at once: the check will block."""
-        text, opened, any_failed = self._held, len(self._held), False
-        found: list[Span] = []
-        for link in self._chain.links:
-            try:
-                opened = min(opened, link.rule.open_from(text))
-                found += places(link.rule, text)
-            except Exception:
-                any_failed = True
-                if link.binding:
-                    return self._release(len(text))
+        """Releases what can be decided now. A rule that can't run and must not be skipped decides at once: it blocks."""
+        text, findings = self._held, self._chain.find(self._held)
+        if any(finding.failed and finding.action == "block" and not finding.shadow for finding in findings):
+            return self._release(len(text), findings)
+        opened = min((link.open_from(text) for link in self._chain.links), default=len(text))
         # a run longer than anything undecided needs lets go of its beginning
         end = max(opened, len(text) - WINDOW_CHARS)
-        if not found and not any_failed:
-            self._held = text[end:]
-            return Verdict("allow", text[:end])
+        found = [span for finding in findings if not finding.failed for span in finding.spans]
         for span in sorted(found, reverse=True):  # never cut into a finding, nor let go of one that may still grow
             if span.start < end and (span.end > end or span.end >= opened):
                 end = span.start
-        return self._release(end)
+        return self._release(end, findings)
 
-    def _release(self, end: int) -> Verdict:
-        verdict = self._chain.check(self._held[:end])
-        self._held = self._held[end:]
-        return verdict
+    def _release(self, end: int, findings: Sequence[Finding]) -> Verdict:
+        """findings: in all that is held. What is let go of was looked at together with what follows it."""
+        text, self._held = self._held[:end], self._held[end:]
+        return decide(text, [part for finding in findings if (part := _before(finding, end)) is not None])
+
+
+def _before(finding: Finding, end: int) -> Finding | None:
+    if finding.failed:
+        return replace(finding, spans=(Span(0, end),))
+    spans = tuple(span for span in finding.spans if span.end <= end)
+    return replace(finding, spans=spans) if spans else None
 
 
 async def watch(

@@ -201,7 +201,9 @@ TRAINED = ("injection", "toxicity")
 class Rule(Section):
     """One rule of a policy."""
 
-    rule: Literal["secrets", "email", "card", "blocklist", "length", "injection", "toxicity"]
+    rule: Literal[
+        "secrets", "email", "card", "phone", "iban", "ssn", "ip", "blocklist", "length", "injection", "toxicity"
+    ]
     stages: Annotated[list[Literal["input", "output"]], Field(min_length=1)] = ["input", "output"]
     """What is read: what is asked, or the answer while it comes. Rules that need whole texts read what is asked."""
     action: Literal["redact", "block"] = "redact"

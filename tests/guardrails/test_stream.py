@@ -15,7 +15,8 @@ from gearshift.platform.request import Delta, Usage
 
 pytestmark = pytest.mark.anyio
 
-REDACTING = Policy(rules=[Rule(rule="secrets"), Rule(rule="email"), Rule(rule="card")])
+NAMES = ("secrets", "email", "card", "phone", "iban", "ssn", "ip")
+REDACTING = Policy(rules=[Rule.model_validate({"rule": name}) for name in NAMES])
 CHAIN = make_chain(REDACTING, "output")
 PROTECTED = [
     "jo.doe@example.com",
@@ -25,8 +26,34 @@ PROTECTED = [
     "AKIAIOSFODNN7EXAMPLE",
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abcdef",
     "-----BEGIN PRIVATE KEY-----\nMIIE\nvgIB\n-----END PRIVATE KEY-----",
+    "+44 20 7946 0958",
+    "(650) 636-4884",
+    "GB82 WEST 1234 5698 7654 32",
+    "DE89370400440532013000",
+    "078-05-1120",
+    "192.168.10.20",
+    "2001:db8::ff00:42:8329",
 ]
-WORDS = ["hello", " ", "\n", ", ", "a@b", "12", "4111 11", "sk-", "ünï", "-----BEGIN ", "@", "."]
+WORDS = [
+    "hello",
+    " ",
+    "\n",
+    ", ",
+    "a@b",
+    "12",
+    "4111 11",
+    "sk-",
+    "ünï",
+    "-----BEGIN ",
+    "@",
+    ".",
+    "GB",
+    "82 ",
+    "+",
+    "x",
+    ":",
+    "-",
+]
 
 
 def pieces(text: str, data: st.DataObject) -> list[str]:
