@@ -24,6 +24,7 @@ from gearshift import __version__
 from gearshift.deployments.call import CacheUse, Call, Ticket
 from gearshift.deployments.exposition import metrics_page
 from gearshift.deployments.feedback import parse_feedback
+from gearshift.deployments.moderations import parse_moderation
 from gearshift.deployments.pipeline import Pipeline, without_text
 from gearshift.deployments.samples import Heard, SampleLog
 from gearshift.deployments.shadow import Shadows
@@ -118,6 +119,11 @@ def create_app(
         except StoreAway as error:
             raise StoreUnavailable("Feedback can't be taken just now; send it again.", retry_after_s=1.0) from error
         return JSONResponse({"object": "feedback", "request_id": given.request_id, "counted": counted})
+
+    @app.post("/v1/moderations")
+    async def moderations(request: Request) -> Response:
+        asked = parse_moderation(await read_body(request, config.max_body_bytes))
+        return JSONResponse(await serving().moderate(request.headers.get("authorization", ""), asked))
 
     @app.get("/health")
     async def health() -> Response:

@@ -16,6 +16,7 @@ from gearshift.deployments.call import Call, Candidate, Ticket, cost, estimate_p
 from gearshift.deployments.cascade import Again, GivenUp, second_sample, verified
 from gearshift.deployments.choices import of_choice, several
 from gearshift.deployments.identity import fingerprint, question
+from gearshift.deployments.moderations import ModerationBody, messages, moderation, result
 from gearshift.deployments.routing import Routing
 from gearshift.guardrails import stream
 from gearshift.guardrails.policy import CompiledPolicy, Reading, compile_policies
@@ -41,7 +42,7 @@ from gearshift.platform.errors import (
 )
 from gearshift.platform.openai import Generation
 from gearshift.platform.prompts.assemble import assemble
-from gearshift.platform.request import Delta, Message, Request, SamplingParams, Usage
+from gearshift.platform.request import Delta, JsonObject, Message, Request, SamplingParams, Usage
 from gearshift.platform.telemetry import AttemptNote, Record, VerdictNote
 from gearshift.platform.tenants import Caller, Tenants
 from gearshift.router.answers import Attempt, agreement
@@ -359,6 +360,23 @@ class Pipeline:
     def models(self) -> list[str]:
         """Everything a client may ask for."""
         return [AUTO, *self._config.tiers, *self._config.releases]
+
+    async def moderate(self, authorization: str, body: ModerationBody) -> JsonObject:
+        """What the policy behind a tier or release says of texts. Counts as a request. Raises as `admit`, and `ModelNotFound`,
+        `GuardrailAway`."""
+        caller = await self.admit(authorization)
+        asked = next(iter(self._config.tiers)) if body.model is None else body.model
+        self._require(caller, asked)
+        release = asked if asked in self._config.releases else self._release_behind(asked)
+        name = self._config.releases[release].policy
+        readings = [self._policies[name].reading(messages(text)) for text in body.texts]
+        results = [result(reading, await self._vectors(reading)) for reading in readings]
+        return moderation(f"{name} v{self._config.policies[name].version}", results)
+
+    def _release_behind(self, tier: str) -> str:
+        """Of an experiment, the baseline; `auto` is the first tier."""
+        served = self._config.tiers[next(iter(self._config.tiers)) if tier == AUTO else tier]
+        return served.release or next(iter(self._config.experiments[served.experiment or ""].arms))
 
     async def admit(self, authorization: str) -> Caller:
         """Who asks for something other than an answer; it counts as a request. Raises `InvalidApiKey`, `RateLimited`."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gearshift.guardrails.chain import Chain, decide, make_chain
 from gearshift.guardrails.subject import Subject, Vectors
+from gearshift.guardrails.trained import NotDecided
 from gearshift.guardrails.verdict import Finding, Span, Verdict
 from gearshift.platform.config import Config, Policy
 from gearshift.platform.errors import ConfigError
@@ -59,6 +61,23 @@ class Reading:
                 verdicts.append(verdict)
             checked.append(replace(message, content=verdict.text) if verdict.action == "redact" else message)
         return tuple(checked), verdicts
+
+    @property
+    def rules(self) -> list[str]:
+        """The names of all rules that read this."""
+        length = ["length"] if self._chain.max_chars is not None else []
+        named = [link.rule.name for link in self._chain.links] + [judge.rule.name for judge in self._chain.judges]
+        return list(dict.fromkeys(named + length))
+
+    def scores(self, vectors: Vectors | None = None) -> dict[str, float]:
+        """What each trained rule makes of all that is judged, 0 to 1, whatever its threshold; without those that can't tell."""
+        found: dict[str, float] = {}
+        for subject in self._judged:
+            subject.vectors = vectors
+            for judge in self._chain.judges:
+                with suppress(NotDecided):
+                    found[judge.rule.name] = max(judge.rule.score(subject), found.get(judge.rule.name, 0.0))
+        return found
 
     def _length(self) -> Verdict:
         most, length = self._chain.max_chars, sum(len(subject.text) for subject in self._subjects)

@@ -94,3 +94,54 @@ async def test_a_secret_in_a_question_never_reaches_the_engine(serve: Any) -> No
         assert "q7Rk" not in answer
         assert "abcdefghij" not in answer
         assert answer.count("[REDACTED:secrets]") == 2
+
+
+async def test_moderations_ask_the_policy_of_a_tier_and_tell_its_rules(serve: Any) -> None:
+    rules = "{rule: injection}", "{rule: email}", "{rule: toxicity, shadow: true}", "{rule: length, max_chars: 100}"
+    async with serve(config(*rules)) as gateway, gateway.client() as client:
+        told = await client.moderations.create(input=[ATTACK, "What is the capital of France?"], model="cheap")
+        attack, question = (each.model_dump() for each in told.results)
+        assert told.model == "p v1"
+        assert (attack["flagged"], question["flagged"]) == (True, False)
+        known = {"email", "injection", "toxicity", "length"}
+        for result in (attack, question):
+            assert {name for name, spoke in result["categories"].items() if spoke is not None} == known
+        assert attack["categories"]["injection"]
+        assert attack["category_scores"]["injection"] > 0.5 > question["category_scores"]["injection"]
+        assert 0 < question["category_scores"]["toxicity"] < 1
+        mail: Any = await client.moderations.create(input=[{"type": "text", "text": "a@b.example"}])
+        assert mail.results[0].flagged
+        assert mail.results[0].categories.email
+        with pytest.raises(openai.NotFoundError):
+            await client.moderations.create(input="x", model="nobody")
+        for wrong in ([], {"a": 1}, ["x"] * 99):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.post("/moderations", body={"input": wrong}, cast_to=object)
+            assert str(caught.value.param).startswith("input")
+
+
+async def test_moderations_need_a_key_and_count_as_requests(serve: Any) -> None:
+    async with serve() as gateway:
+        async with gateway.client("gs-nobody") as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.moderations.create(input="x")
+        async with gateway.client("gs-bob") as client:
+            assert not (await client.moderations.create(input="x")).results[0].flagged
+            await client.moderations.create(input="x", model="cheap")
+            with pytest.raises(openai.RateLimitError):
+                await client.moderations.create(input="x")
+
+
+async def test_moderations_never_tell_of_a_rule_that_did_not_run(serve: Any) -> None:
+    async def embed(text: str, timeout_s: float | None) -> tuple[float, ...]:
+        return ()
+
+    async with serve(config("{rule: injection}"), "embedding: {}\n", embed) as gateway, gateway.client() as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.moderations.create(input=UNSURE)
+        assert caught.value.code == "guardrail_unavailable"
+    opened = config("{rule: injection, fail: open}", "{rule: email}")
+    async with serve(opened, "embedding: {}\n", embed) as gateway, gateway.client() as client:
+        told: Any = (await client.moderations.create(input=UNSURE)).results[0]
+        assert not told.flagged
+        assert "injection" not in told.to_dict()["categories"]
