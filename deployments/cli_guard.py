@@ -14,6 +14,21 @@ from gearshift.platform.config import Embedding
 app = typer.Typer(no_args_is_help=True, help="What a policy catches.")
 
 
+@app.command("words")
+def words(
+    data: Annotated[Path, typer.Option(help="Folder with injection.jsonl.gz.")],
+    out_file: Annotated[Path, typer.Option("--out", help="File to write; the program reads guardrails/words.txt.")],
+) -> None:
+    """Collect the words by which a disguise is known to be undone. Classifiers read undisguised texts: train them after this."""
+    from gearshift.eval import guard_data, guard_training
+
+    rows = [row for row in guard_data.injections(data) if row.source in guard_data.LICENCES]
+    own = [text for text, _, _ in guard_training.written("injection", guard_training.RECIPES["injection"].written)]
+    found = guard_training.vocabulary(rows, own)
+    out_file.write_text("\n".join(found) + "\n")
+    out.print(f"{out_file}: {len(found)} words", highlight=False)
+
+
 @app.command("train")
 def train(
     name: Annotated[str, typer.Argument(help="injection or toxicity.")],
@@ -25,7 +40,7 @@ def train(
     encoder: Annotated[str, typer.Option(help="What `embedding.source` says.")] = Embedding().source,
     false_positives: Annotated[
         float, typer.Option(min=1e-4, max=0.5, help="Share of harmless texts that may score above 0.5.")
-    ] = 0.008,
+    ] = 0.007,
 ) -> None:
     """Train a classifier on the rows whose terms allow it, and set its scores by texts that it has not seen (4 folds)."""
     from gearshift.eval import guard_training

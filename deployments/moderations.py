@@ -61,7 +61,7 @@ def result(reading: Reading, vectors: Vectors | None) -> JsonObject:
     away = next((each for each in findings if each.failed and each.action == "block" and not each.shadow), None)
     if away is not None:
         raise GuardrailAway(f"The rule {away.rule!r} could not run; try again.")
-    spoke = {finding.rule for finding in findings if not finding.failed}
+    spoke = {finding.rule for finding in findings if finding.action != "allow"}
     failed = {finding.rule for finding in findings if finding.failed}
     names = [name for name in reading.rules if name not in failed]  # what did not run is not told as passed
     scores = reading.scores(vectors)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -22,9 +23,10 @@ from ruamel.yaml import YAML
 
 from gearshift.eval import guard_data
 from gearshift.eval.guard_data import Row
-from gearshift.guardrails.classifier import NOTHING, Card, Classifier, Model
+from gearshift.guardrails.classifier import MAX_ASKED_CHARS, NOTHING, Card, Classifier, Model
 from gearshift.guardrails.ngrams import PLACES, SHORT, counted
-from gearshift.guardrails.normalise import normalise
+from gearshift.guardrails.normalise import characters, normalise
+from gearshift.guardrails.view import View
 
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -41,6 +43,9 @@ ASKED = 0.35
 """Share of harmless texts above its lower end: whose vectors are asked for."""
 GAMMA = 2.0
 """Of the radial kernel, chosen among 1, 2 and 4 on folds of OpenAI's moderation set (F1 0.74, 0.75, 0.73)."""
+FOREIGN = ("yanismiraoui",)
+"""Sources of attacks in many languages."""
+_LETTERS = re.compile("[a-z]+")
 _SLOT = re.compile(r"\{(\w+)\}")
 
 
@@ -152,31 +157,36 @@ def _linear(inputs: Any, labels: Mask, strength: float) -> tuple[Numbers, float]
 @dataclass(frozen=True, slots=True)
 class Point:
     """Where a classifier says yes. Log-odds of the plain model (`low`, `high`: the band of doubt; `alone`: without vectors) and
-    of the joint one."""
+    of the joint one. short: [n], texts of which a vector may be asked at all."""
 
     low: float
     high: float
     alone: float
     beside: float
 
-    def flags(self, plain: Numbers, joint: Numbers) -> Mask:
-        return np.asarray(np.where((plain > self.low) & (plain < self.high), joint > self.beside, plain >= self.high))
+    def flags(self, plain: Numbers, joint: Numbers, short: Mask) -> Mask:
+        asked = short & (plain > self.low) & (plain < self.high)
+        return np.asarray(np.where(asked, joint > self.beside, plain > np.where(short, self.high, self.alone)))
 
 
 def operating_point(
-    plain: Numbers, joint: Numbers, labels: Mask, false_positives: float, always_ask: bool = False
+    plain: Numbers, joint: Numbers, short: Mask, labels: Mask, false_positives: float, always_ask: bool = False
 ) -> Point:
     """Of unseen scores: flags that share of the harmless texts, with vectors as without. always_ask: there is no band, the plain
     model is only for where no encoder runs."""
-    harmless, beside = plain[~labels], joint[~labels]
+    harmless, beside, short = plain[~labels], joint[~labels], short[~labels]
     alone = float(np.quantile(harmless, 1 - false_positives))
     if always_ask:
         return Point(-np.inf, np.inf, alone, float(np.quantile(beside, 1 - false_positives)))
-    high, low = np.quantile(harmless, [1 - min(SURE, false_positives / 2), 1 - ASKED])
-    doubtful = (harmless > low) & (harmless < high)
-    left = false_positives - float((harmless >= high).mean())
-    share = 1 - left * len(harmless) / max(1, doubtful.sum())
+    high, low = np.quantile(harmless[short], [1 - min(SURE, false_positives / 2), 1 - ASKED])
+    doubtful = short & (harmless > low) & (harmless < high)
+    left = false_positives * len(harmless) - (harmless[short] >= high).sum() - (harmless[~short] > alone).sum()
+    share = 1 - max(0.0, left) / max(1, doubtful.sum())
     return Point(float(low), float(high), alone, float(np.quantile(beside[doubtful], share)))
+
+
+def short_enough(texts: Sequence[str]) -> Mask:
+    return np.array([len(text) <= MAX_ASKED_CHARS for text in texts])
 
 
 Fit = Callable[[Any, Mask, Numbers], Fitted]
@@ -234,8 +244,9 @@ def train(name: str, folder: Path, embed: Embed, encoder: str, false_positives: 
     rows, sources = rows_of([row for row in recipe.read(folder) if row.source in guard_data.LICENCES], embed)
     always = own_rows(name, recipe.written, embed) if recipe.written else None
     plain, joint = unseen_scores(rows, always, recipe.fit)
-    point = operating_point(plain, joint, rows.labels, false_positives, recipe.always_ask)
-    flags = point.flags(plain, joint)
+    short = short_enough(rows.texts) | recipe.always_ask
+    point = operating_point(plain, joint, short, rows.labels, false_positives, recipe.always_ask)
+    flags = point.flags(plain, joint, short)
     everything = rows.joined(always) if always else rows
     fitted = recipe.fit(counted_rows(everything.texts), everything.labels, everything.vectors)
     digest = hashlib.sha256(json.dumps([everything.texts, everything.labels.tolist()]).encode()).hexdigest()
@@ -249,6 +260,22 @@ def train(name: str, folder: Path, embed: Embed, encoder: str, false_positives: 
         recall=round(float(flags[rows.labels].mean()), 4),
     )
     return classifier(fitted, point, card)
+
+
+def vocabulary(rows: Sequence[Row], own: Sequence[str]) -> list[str]:
+    """Words by which a disguise is known to be undone: of several harmless texts, of many attacks (a few are written in code),
+    of attacks in other languages, and of our own examples."""
+    harmless: Counter[str] = Counter()
+    attacks: Counter[str] = Counter()
+    foreign: Counter[str] = Counter()
+    for row in rows:
+        counts = foreign if row.source in FOREIGN else attacks if row.label else harmless
+        counts.update(set(_LETTERS.findall(characters(View.of(row.text)).text.lower())))
+    for text in own:
+        harmless.update(set(_LETTERS.findall(characters(View.of(text)).text.lower())))
+    seen = set(harmless) | set(attacks) | set(foreign)
+    long = {word for word in seen if harmless[word] >= 3 or attacks[word] >= 10 or foreign[word] >= 2}
+    return sorted(word for word in long if len(word) > 2 or word in "ai" or (len(word) == 2 and harmless[word] >= 60))
 
 
 def rows_of(rows: Sequence[Row], embed: Embed) -> tuple[Rows, list[str]]:

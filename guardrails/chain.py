@@ -37,6 +37,8 @@ class Judge:
     rule: Trained
     fail: Fail = "closed"
     shadow: bool = False
+    plain: bool = False
+    """Decide by words alone where the vector does not come."""
 
 
 class Chain:
@@ -102,13 +104,18 @@ def _find_disguised(link: Link, subject: Subject) -> Finding | None:
 
 
 def _judge(judge: Judge, subject: Subject) -> Finding | None:
+    whole, plain = (Span(0, len(subject.text)),), False
     try:
         score = judge.rule.score(subject)
+        if score is None and judge.plain:
+            score, plain = judge.rule.score(Subject(subject.text)), True
     except Exception:
+        score = None
+    if score is None:
         return _failed(judge.rule.name, judge.fail, judge.shadow, len(subject.text))
-    if score < judge.rule.threshold:
-        return None
-    return Finding(judge.rule.name, "block", (Span(0, len(subject.text)),), score, judge.shadow)
+    if score >= judge.rule.threshold:
+        return Finding(judge.rule.name, "block", whole, score, judge.shadow, plain=plain)
+    return Finding(judge.rule.name, "allow", (), score, judge.shadow, plain=True) if plain else None
 
 
 def _failed(rule: str, fail: Fail, shadow: bool, length: int) -> Finding:
@@ -132,5 +139,9 @@ def make_chain(policy: Policy, stage: Stage, encoder: str = "") -> Chain:
     rules = [rule for rule in policy.rules if stage in rule.stages]
     found = [rule for rule in rules if rule.rule not in (*TRAINED, "length")]
     links = [Link(make_rule(rule.rule, rule.terms, stage), rule.action, rule.fail, rule.shadow) for rule in found]
-    judges = [Judge(make_trained(rule, encoder), rule.fail, rule.shadow) for rule in rules if rule.rule in TRAINED]
+    judges = [
+        Judge(make_trained(rule, encoder), rule.fail, rule.shadow, rule.without_vector == "plain")
+        for rule in rules
+        if rule.rule in TRAINED
+    ]
     return Chain(links, judges, min((rule.max_chars for rule in rules if rule.max_chars is not None), default=None))

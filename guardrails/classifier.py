@@ -25,6 +25,8 @@ from gearshift.guardrails.ngrams import MAX_CHARS, PLACES, counted, weighted
 from gearshift.platform.errors import ConfigError
 
 FORMAT = 1
+MAX_ASKED_CHARS = 300
+"""Longer texts have words enough: the plain model decides, which costs a hundredth of a vector. Unless it never does."""
 OVERLAP = 500
 """Characters that two windows of a long text share."""
 Floats = NDArray[np.floating[Any]]
@@ -96,7 +98,7 @@ class Classifier:
         for window in windows(text):
             grams = weighted(counted(window), self.idf)
             value = self.plain.of_grams(*grams)
-            if vectors is not None and self.doubt[0] < value < self.doubt[1]:
+            if vectors is not None and self._doubts(window, value):
                 vector = vectors(window)
                 if vector is None:
                     return None
@@ -107,7 +109,11 @@ class Classifier:
     def doubtful(self, text: str) -> list[str]:
         """Windows whose vectors `score` will ask for."""
         values = ((window, self.plain.of_grams(*weighted(counted(window), self.idf))) for window in windows(text))
-        return [window for window, value in values if self.doubt[0] < value < self.doubt[1]]
+        return [window for window, value in values if self._doubts(window, value)]
+
+    def _doubts(self, window: str, value: float) -> bool:
+        asks = len(window) <= MAX_ASKED_CHARS or np.isinf(self.doubt[1])
+        return bool(asks and self.doubt[0] < value < self.doubt[1])
 
 
 def windows(text: str) -> list[str]:

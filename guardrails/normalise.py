@@ -28,7 +28,8 @@ ROUNDS = 4
 LONGEST_EXPANSION = 4
 """Characters that one may become; those that stand for more are kept (U+FDFA would become 18)."""
 LEAST_TURNED = 3
-"""Words in a row that a code must make sense of."""
+"""Words in a row that a code must make sense of; of a text of no more than `SHORT`, two."""
+SHORT = 4
 LONGEST_SEGMENT = 400
 """Letters set apart that are cut into words."""
 
@@ -361,15 +362,20 @@ def _unleet(token: str) -> str | None:
 
 def turned(view: View) -> View:
     """rot13, and text written from its end to its beginning."""
-    found = _WORD.findall(view.text.lower())
-    if sum(word not in words() for word in found if len(word) > 2) < LEAST_TURNED:
+    found = [word for word in _WORD.findall(view.text.lower()) if len(word) > 2]
+    least = LEAST_TURNED if len(found) > SHORT else 2
+    if sum(word not in words() for word in found) < least:
         return view
-    view = _recoded(view, lambda word: codecs.encode(word, "rot13"), lambda text: (codecs.encode(text, "rot13"), None))
+    view = _recoded(
+        view, least, lambda word: codecs.encode(word, "rot13"), lambda text: (codecs.encode(text, "rot13"), None)
+    )
 
-    return _recoded(view, lambda word: word[::-1], lambda text: (text[::-1], range(len(text) - 1, -1, -1)))
+    return _recoded(view, least, lambda word: word[::-1], lambda text: (text[::-1], range(len(text) - 1, -1, -1)))
 
 
-def _recoded(view: View, word: Callable[[str], str], text: Callable[[str], tuple[str, range | None]]) -> View:
+def _recoded(
+    view: View, least: int, word: Callable[[str], str], text: Callable[[str], tuple[str, range | None]]
+) -> View:
     """Undoes a code on runs of words that are none, of which at least so many are words when it is undone."""
     edits: list[Edit] = []
     start = end = hits = misses = 0
@@ -377,7 +383,7 @@ def _recoded(view: View, word: Callable[[str], str], text: Callable[[str], tuple
 
     def close() -> None:
         nonlocal hits, misses
-        if hits >= LEAST_TURNED and hits > misses:
+        if hits >= least and hits > misses:
             edits.append(Edit(start, end, *text(view.text[start:end])))
         hits = misses = 0
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gearshift.guardrails.chain import Chain, decide, make_chain
 from gearshift.guardrails.subject import Subject, Vectors
-from gearshift.guardrails.trained import NotDecided
 from gearshift.guardrails.verdict import Finding, Span, Verdict
 from gearshift.platform.config import Config, Policy
 from gearshift.platform.errors import ConfigError
@@ -75,8 +73,8 @@ class Reading:
         for subject in self._judged:
             subject.vectors = vectors
             for judge in self._chain.judges:
-                with suppress(NotDecided):
-                    found[judge.rule.name] = max(judge.rule.score(subject), found.get(judge.rule.name, 0.0))
+                if (score := judge.rule.score(subject)) is not None:
+                    found[judge.rule.name] = max(score, found.get(judge.rule.name, 0.0))
         return found
 
     def _length(self) -> Verdict:

@@ -25,6 +25,11 @@ class Window:
         self._chain = chain
         self._held = ""
 
+    @property
+    def held(self) -> int:
+        """Characters that wait for what follows them."""
+        return len(self._held)
+
     def push(self, text: str) -> Verdict:
         self._held += text
         if not self._chain.links:

@@ -12,10 +12,6 @@ from gearshift.platform.config import Rule as RuleConfig
 from gearshift.platform.errors import ConfigError
 
 
-class NotDecided(Exception):
-    """The vector that the decision needs did not come in time."""
-
-
 class Trained:
     def __init__(self, name: str, classifier: Classifier, threshold: float) -> None:
         self.name = name
@@ -26,13 +22,10 @@ class Trained:
         """Texts whose vectors the score will need."""
         return self.classifier.doubtful(subject.view.text)
 
-    def score(self, subject: Subject) -> float:
-        """0 to 1. Raises `NotDecided`."""
+    def score(self, subject: Subject) -> float | None:
+        """0 to 1; None where the vector that the decision needs did not come in time."""
         vectors = subject.vectors
-        score = self.classifier.score(subject.view.text, vectors.get if vectors is not None else None)
-        if score is None:
-            raise NotDecided(self.name)
-        return score
+        return self.classifier.score(subject.view.text, vectors.get if vectors is not None else None)
 
 
 def make_trained(rule: RuleConfig, encoder: str) -> Trained:

@@ -31,12 +31,16 @@ class Finding:
     """It only says what it would do."""
     failed: bool = False
     """It could not run; `action` is what the policy wants then."""
+    plain: bool = False
+    """It had to do without the vector that it asked for."""
 
     @property
     def told(self) -> str:
         """The action, as metrics and traces name it. What did not run is never told as if it had."""
         if self.failed:
             return "failed_open" if self.action == "allow" else "failed_closed"
+        if self.plain and self.action == "allow":
+            return "allow_without_vector"
         return f"would_{self.action}" if self.shadow else self.action
 
 

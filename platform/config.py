@@ -215,6 +215,9 @@ class Rule(Section):
     """Of the blocklist."""
     max_chars: Count | None = None
     """Of `length`: of all that is asked."""
+    without_vector: Literal["fail", "plain"] = "fail"
+    """Of a trained rule, when it is in doubt and the vector that it asked for does not come: it could not run, or the model that
+    looks at words alone decides, at the same share of false positives."""
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Of a trained rule: the least score that counts. Half is the operating point that its card tells of; more flags less."""
     classifier: str | None = None
@@ -236,8 +239,11 @@ class Rule(Section):
             raise ValueError("max_chars: the rule length needs it, and no other rule takes it")
         if self.rule in (*TRAINED, "length") and (self.stages != ["input"] or self.action != "block"):
             raise ValueError(f"{self.rule} judges a whole text: stages: [input] and action: block is all it can do")
-        if self.rule not in TRAINED and {"threshold", "classifier"} & self.model_fields_set:
-            raise ValueError(f"threshold, classifier: belong to {' and '.join(TRAINED)}; {self.rule} is not trained")
+        theirs = (self.threshold, self.classifier, self.without_vector)
+        if self.rule not in TRAINED and theirs != (0.5, None, "fail"):
+            raise ValueError(
+                f"threshold, classifier, without_vector: for {' and '.join(TRAINED)}; {self.rule} is not trained"
+            )
         return self
 
 

@@ -66,6 +66,13 @@ def test_a_rule_whose_vector_did_not_come_did_not_run(fail: str, told: str) -> N
     assert ask(policy, text, vectors={text: [0.0] * 384})[1] in ([], ["injection:block"])
 
 
+def test_without_a_vector_the_plain_model_may_decide_and_that_is_told() -> None:
+    policy = Policy(rules=[Rule.model_validate({"rule": "injection", "without_vector": "plain", "threshold": 0.95})])
+    text = doubtful(policy)
+    assert ask(policy, text, vectors={text: None}) == (text, ["injection:allow_without_vector"])
+    assert ask(INJECTION, text)[1] == ["injection:block"]
+
+
 def test_length_is_of_all_that_is_asked() -> None:
     policy = Policy(rules=[Rule.model_validate({"rule": "length", "max_chars": 10})])
     assert ask(policy, "12345", "67890")[1] == []
@@ -136,6 +143,12 @@ tenants: {dev: {open: true}}
 def test_a_rule_that_makes_no_sense_is_a_config_error(rule: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         config_file.parse(BASE.replace("RULE", rule))
+
+
+def test_a_config_written_out_with_its_defaults_is_read_again() -> None:
+    rules = "{rule: injection}, {rule: email}, {rule: length, max_chars: 9}, {rule: blocklist, terms: [abc]}"
+    config = config_file.parse(BASE.replace("RULE", rules))
+    assert config_file.parse(config.model_dump_json()) == config
 
 
 def test_a_classifier_of_another_encoder_is_a_config_error() -> None:
