@@ -35,7 +35,7 @@ from gearshift.eval.guard_training import (
     short_enough,
     unseen_scores,
 )
-from gearshift.guardrails.chain import make_chain
+from gearshift.guardrails.chain import Chain, make_chain
 from gearshift.guardrails.credentials import Secrets
 from gearshift.guardrails.normalise import normalise
 from gearshift.guardrails.rules import make_rule
@@ -63,6 +63,16 @@ FORMED = {
 DISGUISED = 300
 """Attacks, and as many harmless texts, that are put into each disguise."""
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass(slots=True)
+class Streamed:
+    """held: characters that wait after each piece. spent: ms of CPU of each piece. unlike: texts that came out otherwise."""
+
+    held: list[float] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
+    protected: int = 0
+    unlike: int = 0
 
 
 @dataclass(slots=True)
@@ -249,31 +259,31 @@ class GuardBench:
 
     def streams(self) -> None:
         """Texts cut at random: does the stream say what the whole text would, and what does it hold back?"""
-        rules = [{"rule": name} for name in ("secrets", *FORMED)]
+        personal = [each["text"] for each in guard_data.read(self.folder, "pii")]
+        secret = [row.text for row in guard_data.secrets(self.folder)]
+        found = self._stream("personal data", personal)
+        self.report.bars.append(
+            Bar("stream: characters held back, p99", float(np.percentile(found.held, 99)), 64, "max")
+        )
+        self.report.bars.append(
+            Bar("stream: CPU of a piece, p50, ms", float(np.percentile(found.spent, 50)), 1.0, "max")
+        )
+        self._stream("secrets", secret)
+
+    def _stream(self, name: str, texts: Sequence[str]) -> Streamed:
+        rules = [{"rule": rule} for rule in ("secrets", *FORMED)]
         chain, draw = make_chain(Policy.model_validate({"rules": rules}), "output"), random.Random(0)
-        texts = [each["text"] for each in guard_data.read(self.folder, "pii")]
-        texts += [row.text for row in guard_data.secrets(self.folder)]
-        held: list[float] = []
-        spent: list[float] = []
-        unlike = protected = 0
+        made = Streamed()
         for text in texts:
             whole = chain.check(text)
-            protected += sum(len(finding.spans) for finding in whole.findings)
-            window, said, at = Window(chain), "", 0
-            while at < len(text):
-                piece = text[at : at + draw.randint(1, 12)]
-                at += len(piece)
-                begun = time.process_time()
-                said += window.push(piece).text
-                spent.append(1000 * (time.process_time() - begun))
-                held.append(float(window.held))
-            unlike += said + window.flush().text != whole.text
-        self.report.results.append(collect("stream: characters held back", "", held))
-        self.report.results.append(collect("stream: CPU of a piece", "ms", spent))
-        self.report.results.append(collect("stream: protected places", "", [float(protected)]))
-        self.report.bars.append(Bar("stream: texts unlike the whole", unlike, 0, "max"))
-        self.report.bars.append(Bar("stream: characters held back, p99", float(np.percentile(held, 99)), 64, "max"))
-        self.report.bars.append(Bar("stream: CPU of a piece, p50, ms", float(np.percentile(spent, 50)), 1.0, "max"))
+            made.protected += sum(len(finding.spans) for finding in whole.findings)
+            made.unlike += _streamed(chain, text, draw, made) != whole.text
+        add = self.report.results.append
+        add(collect(f"stream: {name}: protected places", "", [float(made.protected)]))
+        add(collect(f"stream: {name}: characters held back", "", made.held))
+        add(collect(f"stream: {name}: CPU of a piece", "ms", made.spent))
+        self.report.bars.append(Bar(f"stream: {name}: texts unlike the whole", made.unlike, 0, "max"))
+        return made
 
     def _share(self, name: str, flags: Mask, limit: float | None = None, direction: str = "max") -> None:
         """With its 95 % interval (Wilson)."""
@@ -298,3 +308,15 @@ def _point_of(rows: Rows, own: Rows) -> Point:
 
 def _overlap(one: Span, other: Span) -> bool:
     return one.start < other.end and other.start < one.end
+
+
+def _streamed(chain: Chain, text: str, draw: random.Random, made: Streamed) -> str:
+    window, said, at = Window(chain), "", 0
+    while at < len(text):
+        piece = text[at : at + draw.randint(1, 12)]
+        at += len(piece)
+        begun = time.process_time()
+        said += window.push(piece).text
+        made.spent.append(1000 * (time.process_time() - begun))
+        made.held.append(float(window.held))
+    return said + window.flush().text
