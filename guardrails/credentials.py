@@ -28,7 +28,7 @@ FORMS = (
     r"AIza[0-9A-Za-z_-]{35}|ya29\.[0-9A-Za-z_-]{20,}",  # Google
     r"hf_[A-Za-z0-9]{30,}|api_org_[A-Za-z0-9]{30,}",  # Hugging Face
     r"[sr]k_(?:live|test|prod)_[A-Za-z0-9]{10,}|whsec_[A-Za-z0-9]{20,}",  # Stripe
-    r"SG\.[A-Za-z0-9_=-]{16,}\.[A-Za-z0-9_=-]{16,}|xkeysib-[a-f0-9]{64}|key-[a-f0-9]{32}",  # SendGrid, Brevo, Mailgun
+    r"SG\.[A-Za-z0-9_=-]{16,64}\.[A-Za-z0-9_=-]{16,}|xkeysib-[a-f0-9]{64}|key-[a-f0-9]{32}",  # SendGrid, Brevo, Mailgun
     r"npm_[A-Za-z0-9]{36}|pypi-[A-Za-z0-9_-]{50,}|rubygems_[a-f0-9]{48}|oy2[a-z0-9]{43}",  # package registries
     r"do[opr]_v1_[a-f0-9]{64}|dckr_(?:pat|oat)_[A-Za-z0-9_-]{20,}|fm[12]_[A-Za-z0-9+/=_-]{40,}",
     r"shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}|sq0(?:atp|csp)-[A-Za-z0-9_-]{20,}|EAAA[A-Za-z0-9_-]{50,}",  # Shopify, Square

@@ -17,6 +17,9 @@ from gearshift.platform.request import Delta
 WINDOW_CHARS = 256
 """Longest run that is held when nothing was found in it. Every pattern shows itself within fewer characters."""
 
+KEPT = 196
+"""Characters of the beginning of a finding that are kept while it grows: more than what comes before any unbounded part."""
+
 
 class Window:
     """Sans I/O: text goes in, text that may be sent comes out."""
@@ -51,7 +54,23 @@ class Window:
         for span in sorted(found, reverse=True):  # never cut into a finding, nor let go of one that may still grow
             if span.start < end and (span.end > end or span.end >= opened):
                 end = span.start
-        return self._release(end, findings)
+        verdict = self._release(end, findings)
+        if len(self._held) > WINDOW_CHARS:
+            self._held = self._shortened(self._held)
+        return verdict
+
+    def _shortened(self, text: str) -> str:
+        """Without the middle of a finding that grows on and on: its unbounded part is all of one kind, so that what is left says
+        the same. Only the mark will ever leave, not the text."""
+        excess = len(text) - WINDOW_CHARS
+        shorter = text[:KEPT] + text[KEPT + excess :]
+
+        def moved(at: int) -> int:
+            return at - excess if at > KEPT else at
+
+        before = [(each.rule, [(moved(s), moved(e)) for s, e in each.spans]) for each in self._chain.find(text)]
+        after = [(each.rule, list(each.spans)) for each in self._chain.find(shorter)]
+        return shorter if before == after else text
 
     def _release(self, end: int, findings: Sequence[Finding]) -> Verdict:
         """findings: in all that is held. What is let go of was looked at together with what follows it."""

@@ -85,6 +85,26 @@ def test_a_run_without_end_is_not_held_for_ever(length: int, size: int) -> None:
     assert len(sent) >= length // size * size - WINDOW_CHARS
 
 
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "sk-" + "a1B2" * 300,
+        "eyJ" + "hbG1" * 44 + ".eyJ" + "x9Y_" * 300,
+        "-----BEGIN PRIVATE KEY-----\n" + ("MIIEv" * 12 + "\n") * 20 + "-----END PRIVATE KEY-----",
+        "SG." + "a1B2" * 9 + "." + "c3D4" * 100,
+    ],
+)
+@given(size=st.integers(1, 40))
+def test_a_secret_of_any_length_is_held_within_the_window_and_never_said(secret: str, size: int) -> None:
+    text = f"see {secret} there"
+    window, sent, held = Window(CHAIN), "", 0
+    for at in range(0, len(text), size):
+        sent += window.push(text[at : at + size]).text
+        held = max(held, window.held)
+    assert sent + window.flush().text == CHAIN.check(text).text == "see [REDACTED:secrets] there"
+    assert held <= WINDOW_CHARS
+
+
 def test_plain_words_wait_for_the_end_of_their_word_only() -> None:
     window = Window(CHAIN)
     assert [window.push(piece).text for piece in ("Hel", "lo", " world", ".", " ")] == ["", "", "Hello ", "", "world. "]
