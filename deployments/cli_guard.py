@@ -38,6 +38,12 @@ def train(
     ],
     out_file: Annotated[Path, typer.Option("--out", help="File to write.")],
     encoder: Annotated[str, typer.Option(help="What `embedding.source` says.")] = Embedding().source,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A source of rows that may be trained on, beside the public ones whose terms are known to allow it."
+        ),
+    ] = None,
     false_positives: Annotated[
         float, typer.Option(min=1e-4, max=0.5, help="Share of harmless texts that may score above 0.5.")
     ] = 0.007,
@@ -58,6 +64,7 @@ def train(
             lambda texts: embedder.embed(texts, lambda done, total: progress("embedding", done, total)),
             encoder,
             false_positives,
+            also or (),
         )
     save(out_file, made)
     card = made.card

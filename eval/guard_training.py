@@ -27,6 +27,7 @@ from gearshift.guardrails.classifier import MAX_ASKED_CHARS, NOTHING, Card, Clas
 from gearshift.guardrails.ngrams import PLACES, SHORT, counted
 from gearshift.guardrails.normalise import characters, normalise
 from gearshift.guardrails.view import View
+from gearshift.platform.errors import ConfigError
 
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -238,10 +239,19 @@ RECIPES = {
 }
 
 
-def train(name: str, folder: Path, embed: Embed, encoder: str, false_positives: float) -> Classifier:
-    """name: of `RECIPES`."""
+def train(
+    name: str, folder: Path, embed: Embed, encoder: str, false_positives: float, also: Sequence[str] = ()
+) -> Classifier:
+    """name: of `RECIPES`. also: sources whose terms the caller knows. Raises `ConfigError` when nothing may be trained on."""
     recipe = RECIPES[name]
-    rows, sources = rows_of([row for row in recipe.read(folder) if row.source in guard_data.LICENCES], embed)
+    allowed = {**guard_data.LICENCES, **dict(zip(also, also, strict=True))}
+    chosen = [row for row in recipe.read(folder) if row.source in allowed]
+    if {row.label for row in chosen} != {False, True}:
+        raise ConfigError(
+            f"{folder}: of the sources that may be trained on there are {len(chosen)} rows, and not of "
+            "both kinds; name others with --also"
+        )
+    rows, sources = rows_of(chosen, embed)
     always = own_rows(name, recipe.written, embed) if recipe.written else None
     plain, joint = unseen_scores(rows, always, recipe.fit)
     short = short_enough(rows.texts) | recipe.always_ask
@@ -253,7 +263,7 @@ def train(name: str, folder: Path, embed: Embed, encoder: str, false_positives: 
     card = Card(
         name=name,
         rows=len(everything.texts),
-        sources=tuple(guard_data.LICENCES[source] for source in sources),
+        sources=tuple(allowed[source] for source in sources),
         data=f"sha256:{digest}",
         encoder=encoder,
         false_positives=round(float(flags[~rows.labels].mean()), 4),

@@ -70,6 +70,16 @@ def test_what_is_trained_finds_attacks_it_has_not_seen(data: Path, tmp_path: Pat
     assert score > 0.5
 
 
+def test_other_sources_are_trained_on_when_they_are_named(data: Path) -> None:
+    made = train("injection", data, embed, "pypi:enc", 0.02, ["nobody's"])
+    assert set(made.card.sources) == {guard_data.LICENCES["slabs"], "nobody's"}
+    with gzip.open(data / "injection.jsonl.gz", "wt") as file:
+        row = {"text": "a", "label": 1, "source": "mine", "group": 1, "kind": ""}
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match="--also"):
+        train("injection", data, embed, "pypi:enc", 0.02)
+
+
 def test_the_operating_point_flags_as_many_as_it_may() -> None:
     draw = np.random.default_rng(0)
     labels = draw.random(4000) < 0.3

@@ -44,7 +44,7 @@ def test_the_example_is_valid_and_resolves_defaults() -> None:
         ("kv_cache_memory: 512MiB", "kv_cache_memory: lots", "models.smollm2-135m.kv_cache_memory", "byte"),
         ("artefact: router/local.safetensors", "threshold: 1.5", "router.threshold", "less than or equal to 1"),
         ("ttl_s: 3600", "ttl_s: -1", "cache.ttl_s", "greater than 0"),
-        ("action: block, terms", "action: block, term", "policies.standard.rules.3.term", "did you mean 'terms'?"),
+        ("action: block, terms", "action: block, term", "policies.standard.rules.6.term", "did you mean 'terms'?"),
         ('models: ["*"]', "models: [cheep]", "tenants.dev.models.0", "did you mean 'cheap'?"),
     ],
 )

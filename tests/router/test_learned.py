@@ -213,10 +213,9 @@ def test_trees_over_vectors_are_the_same_after_a_file(tmp_path: Path) -> None:
     assert loaded.needs_embedding
     gains = [loaded.gains(query) for query in vectors]
     assert gains == [scorer.gains(query) for query in vectors]
-    assert any(name.startswith("axis") for query in vectors for name, _ in loaded.why(query, 99))
     plain, trees = scorer.parts
     assert isinstance(trees, Trees)
-    for axes in (trees.axes[:-1], trees.axes * np.nan, trees.axes[0]):
+    for axes in (trees.axes * np.nan, trees.axes[0]):
         artefact.save(path, Learned((plain, dataclasses.replace(trees, axes=axes))), card(scorer, data))
         with pytest.raises(ConfigError, match="trees"):
             artefact.load(path)
