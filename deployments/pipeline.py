@@ -307,8 +307,12 @@ class Pipeline:
     async def _guard_input(
         self, policy: CompiledPolicy, messages: tuple[Message, ...], record: Record
     ) -> tuple[Message, ...]:
-        reading = policy.reading(messages)
-        checked, verdicts = reading.check(await self._vectors(reading))
+        found = policy.known(messages)
+        if found is None:
+            reading = policy.reading(messages)
+            found = reading.check(await self._vectors(reading))
+            policy.remember(messages, found)
+        checked, verdicts = found
         for verdict in verdicts:
             _noter(record, "input")(verdict)
         deciding = [verdict.decided_by for verdict in verdicts if verdict.action == "block"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gearshift.guardrails.chain import Chain, decide, make_chain
 from gearshift.guardrails.subject import Subject, Vectors
@@ -18,13 +19,37 @@ JOINED = 4
 """The last so many messages of the user are also read as one: a payload may be split over them."""
 
 
+REMEMBERED = 512
+"""Requests whose verdicts are kept, of at most `REMEMBERED_CHARS`: what is asked again and again is read once."""
+REMEMBERED_CHARS = 8000
+Checked = tuple[tuple[Message, ...], list[Verdict]]
+"""The messages with redactions made, and the verdicts that say something."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledPolicy:
     input: Chain
     output: Chain
+    _known: OrderedDict[tuple[Message, ...], Checked] = field(default_factory=OrderedDict)
 
     def reading(self, messages: Sequence[Message]) -> Reading:
         return Reading(self.input, messages)
+
+    def known(self, messages: tuple[Message, ...]) -> Checked | None:
+        """What was said of the very same messages before."""
+        if (found := self._known.get(messages)) is not None:
+            self._known.move_to_end(messages)
+        return found
+
+    def remember(self, messages: tuple[Message, ...], checked: Checked) -> None:
+        """Not what was said without a rule, or without the vector that it asked for: the next time it may be there."""
+        findings = (finding for verdict in checked[1] for finding in verdict.findings)
+        if any(finding.failed or finding.plain for finding in findings):
+            return
+        if sum(len(message.content) for message in messages) <= REMEMBERED_CHARS:
+            self._known[messages] = checked
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
 
 
 class Reading:
@@ -49,8 +74,8 @@ class Reading:
             dict.fromkeys(text for subject in self._judged for rule in rules for text in rule.doubtful(subject))
         )
 
-    def check(self, vectors: Vectors | None = None) -> tuple[tuple[Message, ...], list[Verdict]]:
-        """The messages with redactions made, and the verdicts that say something. vectors: None where no encoder runs."""
+    def check(self, vectors: Vectors | None = None) -> Checked:
+        """vectors: None where no encoder runs."""
         verdicts = [verdict for verdict in (self._length(), self._judge(vectors)) if verdict.findings]
         checked: list[Message] = []
         for message, subject in zip(self._messages, self._subjects, strict=True):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from gearshift.guardrails.chain import Chain, Link
-from gearshift.guardrails.policy import Reading, compile_policies, compile_policy
+from gearshift.guardrails.policy import REMEMBERED, Reading, compile_policies, compile_policy
 from gearshift.guardrails.stream import Window
 from gearshift.guardrails.subject import Vectors
 from gearshift.platform import config_file
@@ -71,6 +71,33 @@ def test_without_a_vector_the_plain_model_may_decide_and_that_is_told() -> None:
     text = doubtful(policy)
     assert ask(policy, text, vectors={text: None}) == (text, ["injection:allow_without_vector"])
     assert ask(INJECTION, text)[1] == ["injection:block"]
+
+
+def test_what_is_asked_again_is_not_read_again() -> None:
+    policy = compile_policy(Policy(rules=[Rule(rule="email")]))
+    messages = (Message("user", "a@b.example"),)
+    assert policy.known(messages) is None
+    checked = policy.reading(messages).check()
+    policy.remember(messages, checked)
+    assert policy.known((Message("user", "a@b.example"),)) is checked
+    assert policy.known((Message("system", "a@b.example"),)) is None
+    for number in range(REMEMBERED):
+        policy.remember((Message("user", str(number)),), checked)
+    assert policy.known(messages) is None
+
+
+def test_what_was_said_without_a_rule_is_not_remembered() -> None:
+    text = doubtful(INJECTION)
+    for without in ("fail", "plain"):
+        policy = compile_policy(
+            Policy(rules=[Rule.model_validate({"rule": "injection", "without_vector": without, "threshold": 0.95})])
+        )
+        messages = (Message("user", text),)
+        policy.remember(messages, policy.reading(messages).check({text: None}))
+        assert policy.known(messages) is None
+    long = (Message("user", "x" * 9000),)
+    policy.remember(long, policy.reading(long).check())
+    assert policy.known(long) is None
 
 
 def test_length_is_of_all_that_is_asked() -> None:
