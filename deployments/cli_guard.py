@@ -1,4 +1,4 @@
-"""`gearshift guardrails …`: train the classifiers, and ask a policy about a text."""
+"""`gearshift guardrails …`: what the trained rules are made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gearshift.deployments.consoles import err, out
 from gearshift.deployments.progress import bars
 from gearshift.platform.config import Embedding
 
-app = typer.Typer(no_args_is_help=True, help="What a policy catches.")
+app = typer.Typer(no_args_is_help=True, help="The trained rules of policies.")
 
 
 @app.command("words")

@@ -156,8 +156,9 @@ async def test_a_candidate_that_does_well_in_the_shadow_comes_to_light(
     text = text_of(base_config, ", rollout: {stages: [shadow, 50, 100], min_samples: 12, min_time_s: 0}")
     async with serve(text) as gateway, gateway.client() as client, beside(gateway, store, text) as judge:
         assert await ask(client, *range(11)) == {"large-v1"}
-        await until(lambda: arm(judge).shadows == 11)
-        assert judge.decisions["manners"].why == "1 more answers in the shadow of large-v2"
+        told = "1 more answers in the shadow of large-v2"
+        await until(lambda: "manners" in judge.decisions and judge.decisions["manners"].why == told)
+        assert arm(judge).shadows == 11
         await ask(client, 12)
         await until(lambda: judge.holder.current.trials["manners"].stage == 1)
         log = await judge._board.changes()
