@@ -38,6 +38,7 @@ from gearshift.eval.guard_training import (
 from gearshift.guardrails.chain import Chain, make_chain
 from gearshift.guardrails.credentials import Secrets
 from gearshift.guardrails.normalise import normalise
+from gearshift.guardrails.patterns import Rule
 from gearshift.guardrails.rules import make_rule
 from gearshift.guardrails.stream import Window
 from gearshift.guardrails.trained import shipped
@@ -60,6 +61,11 @@ FORMED = {
     "ip": "IP_ADDRESS",
 }
 """Rules for personal data, and what presidio-research calls it."""
+HOSTILE = (
+    "a ", "A", "аб", "é", "<a ", "&#1", "%41", "a.b", "\\x41", "01", "[a", "aaab", "1a", "<!--", "](", "gur ", "a@", '="',
+    "key ", "token:",     "x://a:", "GB82 ", "1-", "1.", "ab:", "ab=" + "A" * 11 + "\n",
+)  # fmt: skip
+"""Repeated to a megabyte."""
 DISGUISED = 300
 """Attacks, and as many harmless texts, that are put into each disguise."""
 Progress = Callable[[str, int, int], None]
@@ -91,6 +97,7 @@ class GuardBench:
         self.toxicity()
         self.personal()
         self.streams()
+        self.hostile()
 
     def _vectors(self, texts: Sequence[str]) -> NDArray[Any]:
         new = [text for text in dict.fromkeys(texts) if text not in self.known]
@@ -285,6 +292,19 @@ class GuardBench:
         self.report.bars.append(Bar(f"stream: {name}: texts unlike the whole", made.unlike, 0, "max"))
         return made
 
+    def hostile(self) -> None:
+        """A megabyte of what could make a rule or the normalisation slow, and how the cost grows with the length."""
+        rules = [make_rule(name, (), "input") for name in ("secrets", *FORMED)]
+        worst = 0.0
+        for piece in HOSTILE:
+            spent = [_seconds(piece * (size // len(piece)), rules) for size in (125_000, 1_000_000)]
+            worst = max(worst, spent[1])
+            self.report.results.append(collect(f"hostile: {piece[:8]!r}: CPU of 1 MB", "s", spent[1:]))
+            self.report.results.append(
+                collect(f"hostile: {piece[:8]!r}: 1 MB over an eighth", "", [spent[1] / spent[0]])
+            )
+        self.report.bars.append(Bar("hostile: CPU of 1 MB, the worst, s", worst, 1.0, "max"))
+
     def _share(self, name: str, flags: Mask, limit: float | None = None, direction: str = "max") -> None:
         """With its 95 % interval (Wilson)."""
         found = binomtest(int(flags.sum()), len(flags)).proportion_ci(method="wilson")
@@ -320,3 +340,15 @@ def _streamed(chain: Chain, text: str, draw: random.Random, made: Streamed) -> s
         made.spent.append(1000 * (time.process_time() - begun))
         made.held.append(float(window.held))
     return said + window.flush().text
+
+
+def _seconds(text: str, rules: Sequence[Rule]) -> float:
+    """CPU of undoing a disguise, or of the slowest rule on what comes out."""
+    begun = time.process_time()
+    shown = normalise(text).text
+    spent = [time.process_time() - begun]
+    for rule in rules:
+        begun = time.process_time()
+        rule.find(shown)
+        spent.append(time.process_time() - begun)
+    return max(spent)

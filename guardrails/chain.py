@@ -66,7 +66,12 @@ class Chain:
     def check_whole(self, subject: Subject) -> Verdict:
         """By the rules that find places, in the text as it is and as it reads when its disguise is undone."""
         findings = self.find(subject.text)
-        if self.links and subject.view.text != subject.text:
+        try:
+            disguised = subject.view.text != subject.text
+        except Exception:  # who can't be read in plain has not been read
+            findings += [_failed(link.rule.name, link.fail, link.shadow, len(subject.text)) for link in self.links]
+            return decide(subject.text, findings)
+        if disguised:
             findings += [found for link in self.links if (found := _find_disguised(link, subject))]
         return decide(subject.text, findings)
 

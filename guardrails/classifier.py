@@ -157,6 +157,9 @@ def load(path: Path) -> Classifier:
         raise ConfigError(f"{path} has format {card.format}, this program reads {FORMAT}; train it anew")
     if any(each.shape != (PLACES,) or not np.isfinite(each).all() for each in weights) or numbers.shape != (5,):
         raise ConfigError(f"{path}: its weights are not {PLACES} finite numbers; train it anew")
+    fits = near.shape[0] == pulls.size and (pulls.size == 0 or near.ndim == 2) and vector.ndim == 1
+    if not fits or not all(np.isfinite(each).all() for each in (vector, near, pulls)):
+        raise ConfigError(f"{path}: its examples and their weights do not fit together; train it anew")
     joint = Model(weights[2], float(numbers[1]), vector, near, pulls, float(numbers[2]))
     return Classifier(
         card, weights[0], Model(weights[1], float(numbers[0])), joint, (float(numbers[3]), float(numbers[4]))

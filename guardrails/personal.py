@@ -122,8 +122,10 @@ class Machines(Patterns):
 
 
 def _is_address(text: str) -> bool:
+    if ":" not in text:
+        return all(part == str(int(part)) and int(part) < 256 for part in text.split("."))
     try:
-        ipaddress.ip_address(text)
+        ipaddress.IPv6Address(text)
     except ValueError:
         return False
-    return "." in text or sum(map(bool, text.split(":"))) > 2  # `a::` is an address too, and more often none
+    return sum(map(bool, text.split(":"))) > 2  # `a::` is an address too, and more often none

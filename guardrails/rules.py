@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Sequence
+from itertools import accumulate
 
 from gearshift.guardrails.credentials import Secrets
 from gearshift.guardrails.patterns import Patterns, Rule
@@ -13,8 +14,9 @@ from gearshift.guardrails.verdict import Span, Stage
 
 EMAIL_PATTERN = r"[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,63}"  # lengths of RFC 5321, 4.5.3.1
 DIGITS_PATTERN = r"[0-9](?:[ -]?[0-9]){11,}"
-LONGEST_CARD = 19
+SHORTEST_CARD, LONGEST_CARD = 12, 19
 _GROUP = re.compile(r"[0-9]+")
+_ISSUER = re.compile("[23456]|1800")
 _CARD = re.compile(  # prefixes and lengths of ISO/IEC 7812 issuers: Visa, Mastercard, Amex, Diners, JCB, Maestro, others
     r"4[0-9]{12}(?:[0-9]{3}){0,2}|5[1-5][0-9]{14}|2[2-7][0-9]{14}|3[47][0-9]{13}|3[0689][0-9]{12}|35[0-9]{14}|(?:1800|2131)[0-9]{11}"
     r"|(?:5018|5020|5038|5893|6304|6759|676[1-3])[0-9]{8,15}|6[0-9]{15,18}"
@@ -41,20 +43,35 @@ class Cards(Patterns):
 def _cards_in(text: str, run: Span) -> list[Span]:
     """The longest card that begins at each group of a run of digits; what is taken is not looked at again."""
     groups = [Span(*match.span()) for match in _GROUP.finditer(text, run.start, run.end)]
-    found: list[Span] = []
-    for first, group in enumerate(groups):
-        if found and group.start < found[-1].end:
+    digits = "".join([text[group.start : group.end] for group in groups])
+    stops = list(accumulate(group.end - group.start for group in groups))
+    ends = dict(zip(stops, (group.end for group in groups), strict=True))
+    sums, found, taken = Luhn(digits), list[Span](), 0
+    for begin, group in zip([0, *stops], groups, strict=False):
+        if begin < taken or _ISSUER.match(digits, begin) is None:
             continue
-        digits, end = "", None
-        for part in groups[first : first + LONGEST_CARD]:
-            digits += text[part.start : part.end]
-            if len(digits) > LONGEST_CARD:
+        for stop in range(begin + LONGEST_CARD, begin + SHORTEST_CARD - 1, -1):
+            if stop in ends and sums.valid(begin, stop) and _CARD.fullmatch(digits, begin, stop):
+                found.append(Span(group.start, ends[stop]))
+                taken = stop
                 break
-            if _CARD.fullmatch(digits) and luhn(digits):
-                end = part.end
-        if end is not None:
-            found.append(Span(group.start, end))
     return found
+
+
+class Luhn:
+    """Check digits (ISO/IEC 7812-1, annex B) of all parts of a run of digits, each at the cost of a subtraction."""
+
+    def __init__(self, digits: str) -> None:
+        plain = [int(digit) for digit in digits]
+        twice = [(0, 2, 4, 6, 8, 1, 3, 5, 7, 9)[value] for value in plain]
+        odd, even = plain.copy(), plain.copy()  # those whose last digit is at an odd or an even place
+        odd[0::2], even[1::2] = twice[0::2], twice[1::2]
+        self._sums = [0, *accumulate(even)], [0, *accumulate(odd)]
+
+    def valid(self, begin: int, stop: int) -> bool:
+        """Whether the last of the digits [begin, stop) is the right check digit of the others."""
+        sums = self._sums[(stop - 1) % 2]
+        return (sums[stop] - sums[begin]) % 10 == 0
 
 
 class Blocklist:
@@ -78,13 +95,6 @@ class Blocklist:
             return len(text)
         lowered = text.lower()
         return len(text) - max((len(start) for start in candidates if lowered.endswith(start)), default=0)
-
-
-def luhn(text: str) -> bool:
-    """Whether the last digit is the right check digit of the others (ISO/IEC 7812-1, annex B)."""
-    digits = [int(character) for character in reversed(text) if character.isdigit()]
-    doubled = (digit * 2 - 9 if digit > 4 else digit * 2 for digit in digits[1::2])
-    return (sum(digits[0::2]) + sum(doubled)) % 10 == 0
 
 
 def make_rule(name: str, terms: Sequence[str], stage: Stage = "output") -> Rule:

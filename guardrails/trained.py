@@ -19,8 +19,11 @@ class Trained:
         self.classifier = classifier
 
     def doubtful(self, subject: Subject) -> list[str]:
-        """Texts whose vectors the score will need."""
-        return self.classifier.doubtful(subject.view.text)
+        """Texts whose vectors the score will need; none of a text that can't be read, which the score will say."""
+        try:
+            return self.classifier.doubtful(subject.view.text)
+        except Exception:
+            return []
 
     def score(self, subject: Subject) -> float | None:
         """0 to 1; None where the vector that the decision needs did not come in time."""

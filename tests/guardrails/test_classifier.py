@@ -81,6 +81,9 @@ def test_a_broken_file_is_refused(tmp_path: Path, about_foxes: Classifier) -> No
     files.save(path, replace(about_foxes, idf=np.full(PLACES, np.nan)))
     with pytest.raises(ConfigError, match="finite"):
         files.load(path)
+    files.save(path, replace(about_foxes, joint=replace(about_foxes.joint, near=np.ones((2, 2)), pulls=np.ones(3))))
+    with pytest.raises(ConfigError, match="fit together"):
+        files.load(path)
     files.save(path, replace(about_foxes, card=replace(CARD, format=99)))
     with pytest.raises(ConfigError, match="format 99"):
         files.load(path)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import base64
 import codecs
 import random
-import time
 from collections.abc import Callable
 
 import pytest
@@ -164,22 +163,3 @@ def test_percent_signs_that_say_nothing_are_left() -> None:
 def test_the_words_are_words() -> None:
     assert {"ignore", "instructions", "weather"} <= words()
     assert not {codecs.encode(word, "rot13") for word in ("ignore", "instructions", "previous")} & words()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "a ", "A", "аб", "é", "<a ", "&#1", "%41", "a.b", "\\x41", "01", "[a", "aaab", "1a", "<!--", "](", "gur ", "a@", '="',
-        "ab=" + "A" * 11 + "\n",
-    ],
-)  # fmt: skip
-def test_hostile_megabytes_take_linear_time(piece: str) -> None:
-    def seconds(size: int) -> float:
-        text = piece * (size // len(piece))
-        begun = time.process_time()
-        normalise(text)
-        return time.process_time() - begun
-
-    small = min(seconds(125_000) for _ in range(3))
-    assert seconds(1_000_000) < 8 * 4 * small + 0.5  # four times as slow as linear; quadratic would be 64

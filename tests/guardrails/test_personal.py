@@ -58,6 +58,7 @@ def test_an_account_number_has_a_right_checksum(digits: int, country: str, space
         ("from 10.0.35.11 to 2001:db8::ff00:42:8329", ["10.0.35.11", "2001:db8::ff00:42:8329"]),
         ("version 3.4.2.999 at std::vector or a::", []),
         ("12:30:45 and 1.2.3", []),
+        ("call 01.84.17.61.18", []),
     ],
 )
 def test_addresses_of_machines(text: str, found: list[str]) -> None:

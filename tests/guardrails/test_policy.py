@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from gearshift.guardrails import subject
 from gearshift.guardrails.chain import Chain, Link
 from gearshift.guardrails.policy import REMEMBERED, Reading, compile_policies, compile_policy
 from gearshift.guardrails.stream import Window
@@ -142,6 +143,24 @@ def test_a_rule_that_breaks_does_what_the_policy_says(answer: object, fail: str,
     pushed, rest = window.push("some text"), window.flush()
     assert [pushed.action, rest.action].count("block") == 2 * (action == "block")
     assert (pushed.text + rest.text == "some text") == (action == "allow")
+
+
+@pytest.mark.parametrize(("fail", "action"), [("closed", "block"), ("open", "allow")])
+@pytest.mark.parametrize("rule", ["injection", "email"])
+def test_a_text_whose_disguise_can_t_be_undone_does_what_the_policy_says(
+    monkeypatch: pytest.MonkeyPatch, rule: str, fail: str, action: str
+) -> None:
+    def broken(text: str) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(subject, "normalise", broken)
+    reading = compile_policy(Policy(rules=[Rule.model_validate({"rule": rule, "fail": fail})])).reading(
+        [Message("user", "some text")]
+    )
+    assert reading.doubtful() == []
+    (verdict,) = reading.check({})[1]
+    assert verdict.action == action
+    assert [finding.told for finding in verdict.findings] == [f"failed_{fail}"]
 
 
 BASE = """

@@ -78,6 +78,7 @@ def test_a_stream_says_what_the_whole_text_would_say_however_it_is_cut(parts: li
     assert sent + window.flush().text == whole
 
 
+@settings(deadline=None)
 @given(st.integers(300, 700), st.integers(1, 9))
 def test_a_run_without_end_is_not_held_for_ever(length: int, size: int) -> None:
     window = Window(CHAIN)
@@ -94,6 +95,7 @@ def test_a_run_without_end_is_not_held_for_ever(length: int, size: int) -> None:
         "SG." + "a1B2" * 9 + "." + "c3D4" * 100,
     ],
 )
+@settings(max_examples=40, deadline=None)
 @given(size=st.integers(1, 40))
 def test_a_secret_of_any_length_is_held_within_the_window_and_never_said(secret: str, size: int) -> None:
     text = f"see {secret} there"
