@@ -4,7 +4,7 @@ import random
 import string
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.guardrails.credentials import Secrets, entropy, random_like
@@ -56,6 +56,7 @@ def test_entropy_is_of_the_characters() -> None:
     assert entropy("aabb") == pytest.approx(1)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32))
 def test_most_generated_strings_look_random(seed: int) -> None:
     drawn = random.Random(seed)
