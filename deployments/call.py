@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gearshift.deployments.samples import Heard
+from gearshift.platform.cache.ahead import Early
 from gearshift.platform.cache.limits import Reservation
 from gearshift.platform.config import Config, Price
 from gearshift.platform.openai import Generation
@@ -33,6 +34,8 @@ class Call:
     use: CacheUse = "any"
     tier: str = ""
     """That the client wants `auto` to take, from its header."""
+    came: int = 0
+    """A hash of all that the client sent; 0 for what nobody did."""
     trace: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -51,6 +54,7 @@ class Ticket:
         self.record = record
         self.heard = heard or Heard(wanted=False)
         self.reservation: Reservation | None = None
+        self.early: Early | None = None
 
 
 def query_of(body: Generation) -> Query:

@@ -285,7 +285,8 @@ class Exchange:
             if isinstance(body, GearshiftError):
                 raise body
             async with asyncio.timeout(self._config.request_timeout_s):
-                self._calls = [self._call(asked, self._emitter.propagate(span)) for asked in self._dialect.parse(body)]
+                asked, trace = self._dialect.parse(body), self._emitter.propagate(span)
+                self._calls = [self._call(each, hash((place, body)), trace) for place, each in enumerate(asked)]
                 await self._answer(send)
         except asyncio.CancelledError:
             record.status, record.error = CLIENT_GONE, "client_gone"
@@ -305,15 +306,17 @@ class Exchange:
                 if self._calls:
                     self._shadows.offer(self._pipeline, self._calls[place], ticket)
 
-    def _call(self, asked: Generation, trace: dict[str, str]) -> Call:
+    def _call(self, asked: Generation, came: int, trace: dict[str, str]) -> Call:
         headers = self._request.headers
+        authorization = headers.get("authorization", "")
         return Call(
             id=self._record.request_id,
             body=asked,
-            authorization=headers.get("authorization", ""),
+            authorization=authorization,
             use=_cache_use(headers.get("cache-control", "")),
             tier=headers.get("x-gearshift-tier", ""),
             trace=trace,
+            came=hash((came, authorization)),
         )
 
     async def _answer(self, send: Send) -> None:

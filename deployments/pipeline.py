@@ -24,6 +24,7 @@ from gearshift.guardrails.subject import Vectors
 from gearshift.guardrails.verdict import Stage, Verdict
 from gearshift.platform import telemetry
 from gearshift.platform.cache import exact
+from gearshift.platform.cache.ahead import Early
 from gearshift.platform.cache.exact import Answer, Question
 from gearshift.platform.cache.flight import Flight, Flights, Part
 from gearshift.platform.cache.limits import RateLimits
@@ -94,6 +95,7 @@ class Pipeline:
                 record.tenant = caller.tenant
                 self._require(caller, call.body.model)
                 tokens = estimate_tokens(call.body, self._config)
+                ticket.early = self._flights.ahead.begin(call.came) if call.use == "any" else None
                 reservation = ticket.reservation = await self._limits.reserve(caller.tenant, caller.limits, tokens)
             try:
                 vector: tuple[float, ...] = ()
@@ -120,7 +122,7 @@ class Pipeline:
         for candidate, following in zip(candidates, [*candidates[1:], None], strict=True):
             started = False
             try:
-                async with aclosing(self.answer(call, candidate, record)) as deltas:
+                async with aclosing(self.answer(call, candidate, record, ticket.early)) as deltas:
                     async for delta in deltas:
                         started = True
                         yield delta
@@ -142,7 +144,9 @@ class Pipeline:
         record.attempts.append(AttemptNote(*note, cost(usage, price)))
         record.route_reason = f"{record.route_reason} {judgement.reason}"
 
-    async def answer(self, call: Call, candidate: Candidate, record: Record) -> AsyncGenerator[Delta, None]:
+    async def answer(
+        self, call: Call, candidate: Candidate, record: Record, early: Early | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """One release's answer: from the cache, or from its engine through the guardrails."""
         served, verify = candidate.served, candidate.verify
         release = self._config.releases[served.release]
@@ -159,7 +163,7 @@ class Pipeline:
                 messages = assemble(prompt, messages)
         asked = self._question(call, served.release, messages, sampling, verify is not None, record)
         generate = partial(self._generate, call, release.model, policy, messages, sampling, verify, record)
-        found = await self._look_up(asked, call, record)
+        found = await self._look_up(asked, call, record, early)
         if isinstance(found, Answer):  # it passed the output guardrails of this very policy before it was stored
             deltas = found.deltas() if call.body.stream else [found.whole()]
             self._finish(deltas[-1], served, record)
@@ -176,14 +180,18 @@ class Pipeline:
                         self._finish(delta, served, record)
                     yield delta
 
-    async def _look_up(self, asked: Question | None, call: Call, record: Record) -> Answer | Flight | None:
+    async def _look_up(
+        self, asked: Question | None, call: Call, record: Record, early: Early | None
+    ) -> Answer | Flight | None:
         """The answer, or a flight to be led; None where there is nothing to look up, or somebody else is at it."""
         if asked is None:
             record.cache = "bypass"
             return None
         anew, begun = call.use == "refresh" and self._config.cache.bypass, time.time_ns()
         literally = call.body.cache is not None and not call.body.cache.semantic
-        part, found = ("refresh", Flight(asked)) if anew else await self._flights.find(asked, literally)
+        part, found = ("refresh", Flight(asked)) if anew else await self._flights.find(asked, literally, early)
+        if part == "hit" and call.came:
+            self._flights.ahead.learn(call.came, asked)
         if found is not None:
             record.looked_up(begun, part)
         return found

@@ -108,8 +108,11 @@ class ExactCache:
         self._decode = msgspec.msgpack.Decoder(Answer).decode
 
     async def get(self, question: Question) -> Answer | None:
+        return await self.read(self.key(question))
+
+    async def read(self, key: str) -> Answer | None:
         try:
-            return self.decoded(await self._store.get(self.key(question)))
+            return self.decoded(await self._store.get(key))
         except StoreAway:
             return None
 

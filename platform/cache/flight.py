@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from gearshift.platform.cache.ahead import Ahead, Early
 from gearshift.platform.cache.exact import Answer, ExactCache, Question
 from gearshift.platform.cache.store import Store, StoreAway
 from gearshift.platform.errors import EngineUnavailable
@@ -160,6 +161,7 @@ class Flights:
         self._store = store
         self._cache = cache
         self._similar = similar
+        self.ahead = Ahead(cache)
         self._me = uuid.uuid4().hex
         self._count = 0
         self._flying: dict[str, Flight] = {}
@@ -168,9 +170,13 @@ class Flights:
         self._following: dict[str, asyncio.Task[None]] = {}
         self._later: set[asyncio.Task[None]] = set()
 
-    async def find(self, question: Question, literally: bool = False) -> tuple[Part, Answer | Flight | None]:
+    async def find(
+        self, question: Question, literally: bool = False, early: Early | None = None
+    ) -> tuple[Part, Answer | Flight | None]:
         """The answer, a flight that the caller leads from now on, inside of `led`, or None: somebody else is at it, `follow`.
-        literally: no other question's answer will do."""
+        literally: no other question's answer will do. early: what `ahead` has begun to read."""
+        if early is not None and (answer := await early.answer(self._cache.key(question))) is not None:
+            return "hit", answer
         if question.key in self._flying:
             return "shared", None
         if (answer := await self._cache.get(question)) is not None:

@@ -89,11 +89,13 @@ async def test_the_same_question_is_a_hit_for_its_tenant_and_a_miss_for_another(
         first = await ask(gateway)
         await gateway.pipeline.settled()
         again, other = await ask(gateway), await ask(gateway, key=BOB)
+        thrice, another = await ask(gateway), await ask(gateway, text="hello again")
         generated = gateway.engines["small"].stats().generation_tokens
-    assert [raw.headers["x-gearshift-cache"] for raw in (first, again, other)] == ["miss", "hit", "miss"]
-    assert text_of(first) == text_of(again)
+    parts = [raw.headers["x-gearshift-cache"] for raw in (first, again, other, thrice, another)]
+    assert parts == ["miss", "hit", "miss", "hit", "miss"]
+    assert text_of(first) == text_of(again) == text_of(thrice)
     assert again.parse().usage.prompt_tokens_details.cached_tokens == 5
-    assert generated == 10
+    assert generated == 12
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gearshift.platform.cache import ahead
 from gearshift.platform.cache import flight as flight_module
 from gearshift.platform.cache.exact import Answer, ExactCache, Question
 from gearshift.platform.cache.flight import Flights
@@ -106,6 +107,31 @@ async def test_a_hundred_equal_requests_at_two_gateways_are_one_generation(gatew
     for each in gateways:
         await each.settled()
     assert (await ask(gateways[1], engine))[1] == "hit"
+
+
+async def test_an_answer_that_was_read_early_is_used_for_its_very_question_only(store: Store) -> None:
+    cache = ExactCache(store, 60, 100_000)
+    flights, other = Flights(store, cache), msgspec.structs.replace(QUESTION, tenant="umbrella")
+    assert flights.ahead.begin(1) is None
+    flights.ahead.learn(1, QUESTION)
+    answer = Answer(("here",), "stop", Usage(1, 1))
+    early = flights.ahead.begin(1)
+    assert early is not None
+    assert (await flights.find(QUESTION, early=early))[0] == "miss"  # it was not there when it was read
+    await cache.put(QUESTION, answer)
+    early = flights.ahead.begin(1)
+    assert (await flights.find(other, early=early))[0] == "miss"
+    assert await flights.find(QUESTION, early=early) == ("hit", answer)
+
+
+async def test_what_came_longest_ago_is_no_longer_read_early(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "KNOWN", 2)
+    known = ahead.Ahead(ExactCache(store, 60, 100_000))
+    for request in (1, 2, 1, 3):
+        known.learn(request, QUESTION)
+    early = {request: known.begin(request) for request in (1, 2, 3)}
+    assert early[2] is None
+    assert all([await each.answer("another") is None for each in (early[1], early[3]) if each is not None])
 
 
 async def test_followers_see_the_answer_grow_here_and_elsewhere(gateway: Gateway) -> None:
