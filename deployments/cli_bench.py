@@ -238,15 +238,22 @@ def cache(
 
 @app.command("guardrails")
 def guardrails(
-    data: Annotated[Path, typer.Option(help="Folder with injection.jsonl.gz, secrets.jsonl.gz and toxicity.jsonl.gz.")],
+    data: Annotated[
+        Path, typer.Option(help="Folder with injection, secrets, toxicity and pii, each as NAME.jsonl.gz.")
+    ],
+    only: Annotated[
+        str, typer.Option(help="injections, secrets, toxicity, personal, streams, hostile or all.")
+    ] = "all",
     encoder: Annotated[str, typer.Option(help="What `embedding.source` says.")] = Embedding().source,
     json_file: JsonFile = None,
 ) -> None:
     """Measure what the rules find, what they flag by mistake, in plain text and in disguise, and what they cost. Classifiers are
     trained on the way, so that each text is judged by one that has not seen it."""
-    from gearshift.eval.bench_guard import GuardBench
+    from gearshift.eval.bench_guard import PARTS, GuardBench
     from gearshift.platform.embedding import Embedder
 
+    if only not in (*PARTS, "all"):
+        raise typer.BadParameter(f"{only!r} is none of {', '.join(PARTS)}, all", param_hint="--only")
     report = Report("guardrails")
     with bars(err) as progress:
         embedder = Embedder(source.ensure(source.parse(encoder), progress).path)
@@ -254,7 +261,10 @@ def guardrails(
         def embed(texts: Sequence[str]) -> NDArray[Any]:
             return embedder.embed(texts, lambda done, total: progress("embedding", done, total))
 
-        GuardBench(data, embed, progress, report).run()
+        def states(texts: Sequence[str], places: Sequence[Sequence[tuple[int, int]]]) -> Sequence[NDArray[Any]]:
+            return embedder.words(texts, places, lambda done, total: progress("reading", done, total))
+
+        GuardBench(data, embed, states, progress, report).run(only)
     _finish(report, json_file)
 
 

@@ -11,9 +11,9 @@ import logging
 import os
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ from gearshift.deployments.wire import (
     Find,
     Found,
     FromEncoder,
+    Name,
+    Named,
     Outbox,
     Remove,
     ToEncoder,
@@ -34,39 +36,42 @@ from gearshift.deployments.wire import (
     read_from_encoder,
     read_to_encoder,
 )
+from gearshift.guardrails import tagger
+from gearshift.guardrails.tagger import Entity
 from gearshift.platform.cache.exact import Answer, ExactCache, Question, comparable
 from gearshift.platform.cache.store import StoreAway
 from gearshift.platform.config import Config, Embedding, Semantic
-from gearshift.platform.errors import EngineUnavailable
+from gearshift.platform.errors import ConfigError, EngineUnavailable
 from gearshift.platform.telemetry import CACHE
 
 if TYPE_CHECKING:
     from gearshift.deployments.replicas import Place
     from gearshift.platform.cache.semantic import SemanticIndex
+    from gearshift.platform.embedding import Embedder
 
 log = logging.getLogger(__name__)
 
 Floats = NDArray[np.float32]
+Made = TypeVar("Made")
 REMEMBERED = 4096
 """Texts whose vectors are kept for a while: one request asks for the same one several times."""
 LONGEST = 8000
 """Characters that are looked at; the encoder itself reads its first few hundred tokens."""
 
 
-class Batches:
-    """Texts to vectors: what arrives while a batch is computed makes the next one."""
+class Batches(Generic[Made]):
+    """Texts to what is made of each: what arrives while a batch is computed makes the next one."""
 
-    def __init__(self, compute: Callable[[Sequence[str]], Floats], most: int) -> None:
-        """compute: n texts to [n, width]; runs in a thread."""
+    def __init__(self, compute: Callable[[Sequence[str]], Sequence[Made]], most: int) -> None:
+        """compute: of n texts; runs in a thread."""
         self._compute = compute
         self._most = most
-        self._waiting: dict[str, asyncio.Future[Floats]] = {}
-        self._known: OrderedDict[str, Floats] = OrderedDict()
+        self._waiting: dict[str, asyncio.Future[Made]] = {}
+        self._known: OrderedDict[str, Made] = OrderedDict()
         self._working: asyncio.Task[None] | None = None
 
-    async def embed(self, text: str) -> Floats:
-        """[width]. Raises what `compute` raises."""
-        text = text[:LONGEST]
+    async def of(self, text: str) -> Made:
+        """Raises what `compute` raises."""
         if (known := self._known.get(text)) is not None:
             self._known.move_to_end(text)
             return known
@@ -81,14 +86,14 @@ class Batches:
         while self._waiting:
             texts = list(itertools.islice(self._waiting, self._most))
             try:
-                vectors = list(await asyncio.to_thread(self._compute, texts))
+                made = await asyncio.to_thread(self._compute, texts)
             except Exception as error:
                 for text in texts:
                     self._waiting.pop(text).set_exception(error)
                 continue
-            for text, vector in zip(texts, vectors, strict=True):
-                self._known[text] = vector
-                self._waiting.pop(text).set_result(vector)
+            for text, each in zip(texts, made, strict=True):
+                self._known[text] = each
+                self._waiting.pop(text).set_result(each)
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
 
@@ -96,8 +101,15 @@ class Batches:
 class EncoderServer:
     """Answers every gateway that connects."""
 
-    def __init__(self, batches: Batches, semantic: SemanticIndex | None) -> None:
-        self._batches = batches
+    def __init__(
+        self,
+        vectors: Batches[Floats],
+        semantic: SemanticIndex | None,
+        entities: Batches[tuple[Entity, ...]] | None = None,
+    ) -> None:
+        """entities: None where nobody can tell them."""
+        self._vectors = vectors
+        self._entities = entities
         self._semantic = semantic
         self._servers: list[asyncio.Server] = []
         self._peers: set[Outbox] = set()
@@ -138,7 +150,10 @@ class EncoderServer:
         try:
             match message:
                 case Embed(number, text):
-                    peer.send(Vector(number, (await self._batches.embed(text)).tobytes()))
+                    peer.send(Vector(number, (await self._vectors.of(text[:LONGEST])).tobytes()))
+                case Name(number, text):
+                    read = self._entities is not None and len(text) <= tagger.MAX_CHARS
+                    peer.send(Named(number, await self._entities.of(text) if self._entities and read else None))
                 case Find(number, partition, text):
                     key = await self._semantic.find(partition, text) if self._semantic else None
                     peer.send(Found(number, key or ""))
@@ -152,6 +167,8 @@ class EncoderServer:
             match message:
                 case Embed(number):
                     peer.send(Vector(number, b""))
+                case Name(number):
+                    peer.send(Named(number, None))
                 case Find(number):
                     peer.send(Found(number, ""))
 
@@ -168,14 +185,18 @@ class EncoderReplica:
         self._stage = "loading the encoder"
         place.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._tasks = [asyncio.create_task(registry.beat(self._store, self._member))]
-        embedder, revision, width = await asyncio.to_thread(_load, config.embedding)
-        batches = Batches(embedder, config.embedding.max_batch)
+        embedder, revision = await asyncio.to_thread(_load, config.embedding)
+        vectors = Batches[Floats](lambda texts: list(embedder.embed(texts)), config.embedding.max_batch)
+        read = _reader(embedder, config.embedding)
+        entities = Batches(read, config.embedding.max_batch) if read else None
         self._semantic: SemanticIndex | None = None
         if config.cache.semantic is not None:
             self._stage = "loading known questions"
-            self._semantic = _semantic(config.embedding, config.cache.semantic, self._store, batches, revision, width)
+            self._semantic = _semantic(
+                config.embedding, config.cache.semantic, self._store, vectors, revision, embedder.width
+            )
             self._tasks.append(asyncio.create_task(self._remember(self._semantic)))
-        self._server = EncoderServer(batches, self._semantic)
+        self._server = EncoderServer(vectors, self._semantic, entities)
         self._remote = await self._server.start(self._path, self._node, place.secret)
         self._stage = ""
 
@@ -218,8 +239,23 @@ class EncoderReplica:
         )
 
 
-def _load(settings: Embedding) -> tuple[Callable[[Sequence[str]], Floats], str, int]:
-    """What computes vectors, the revision of its weights, and how wide they are."""
+def _reader(embedder: Embedder, settings: Embedding) -> Callable[[Sequence[str]], list[tuple[Entity, ...]]] | None:
+    """What tells entities; None where no tagger knows this encoder, which a policy that needs one was refused for."""
+    try:
+        made = tagger.tagger_of(settings)
+    except ConfigError:
+        return None
+
+    def read(texts: Sequence[str]) -> list[tuple[Entity, ...]]:
+        places = [tagger.words(text) for text in texts]
+        states = embedder.words(texts, places)
+        return [tuple(made.tag(*each)) for each in zip(texts, places, states, strict=True)]
+
+    return read
+
+
+def _load(settings: Embedding) -> tuple[Embedder, str]:
+    """With the revision of its weights."""
     import torch
 
     from gearshift.platform.embedding import Embedder
@@ -227,12 +263,11 @@ def _load(settings: Embedding) -> tuple[Callable[[Sequence[str]], Floats], str, 
 
     torch.set_num_threads(settings.threads)
     weights = source.ensure(source.parse(settings.source))
-    embedder = Embedder(weights.path, settings.device)
-    return embedder.embed, weights.revision, embedder.width
+    return Embedder(weights.path, settings.device), weights.revision
 
 
 def _semantic(
-    encoder: Embedding, settings: Semantic, store: Any, batches: Batches, revision: str, width: int
+    encoder: Embedding, settings: Semantic, store: Any, vectors: Batches[Floats], revision: str, width: int
 ) -> SemanticIndex:
     from gearshift.platform.cache import verifier
     from gearshift.platform.cache.index import VectorIndex
@@ -241,7 +276,7 @@ def _semantic(
     key = os.environ[settings.api_key_env] if settings.api_key_env else None
     index = VectorIndex(width, f"{store.namespace}-{revision}", settings.max_entries, settings.url, key)
     judge = verifier.load(Path(settings.verifier or verifier.SHIPPED), encoder.source)
-    return SemanticIndex(store, index, judge, batches.embed, revision, settings.candidates)
+    return SemanticIndex(store, index, judge, lambda text: vectors.of(text[:LONGEST]), revision, settings.candidates)
 
 
 class Encoder:
@@ -276,6 +311,20 @@ class Encoder:
         reply = await self._ask(lambda number: Embed(number, text), timeout_s)
         return np.frombuffer(reply.values, np.float32) if isinstance(reply, Vector) and reply.values else None
 
+    def embed_within(self, timeout_s: float) -> Callable[[str, float | None], Awaitable[tuple[float, ...]]]:
+        """As a pipeline asks: for a vector in so many seconds, or in its own; empty when it does not come."""
+
+        async def embed(text: str, own_s: float | None) -> tuple[float, ...]:
+            vector = await self.embed(text, own_s or timeout_s)
+            return () if vector is None else tuple(vector.tolist())
+
+        return embed
+
+    async def name(self, text: str, timeout_s: float) -> tuple[Entity, ...] | None:
+        """What a text names. None when it does not come in time."""
+        reply = await self._ask(lambda number: Name(number, text), timeout_s)
+        return reply.entities if isinstance(reply, Named) else None
+
     async def find(self, partition: str, text: str, timeout_s: float) -> str | None:
         """The key of a known question that asks the same, "" where there is none; None when no answer comes in time."""
         reply = await self._ask(lambda number: Find(number, partition, text), timeout_s)
@@ -291,7 +340,7 @@ class Encoder:
             self._reading.cancel()
         self._lose()
 
-    async def _ask(self, message: Callable[[int], Embed | Find], timeout_s: float) -> FromEncoder | None:
+    async def _ask(self, message: Callable[[int], Embed | Name | Find], timeout_s: float) -> FromEncoder | None:
         if self._outbox is None:
             return None
         number = next(self._numbers)

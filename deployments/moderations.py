@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from gearshift.guardrails.policy import Reading
-from gearshift.guardrails.subject import Vectors
+from gearshift.guardrails.subject import Entities, Vectors
 from gearshift.platform.errors import GuardrailAway
 from gearshift.platform.openai import parse_as
 from gearshift.platform.request import JsonObject, Message
@@ -54,9 +54,9 @@ def messages(text: str) -> tuple[Message, ...]:
     return (Message("user", text),)
 
 
-def result(reading: Reading, vectors: Vectors | None) -> JsonObject:
+def result(reading: Reading, vectors: Vectors | None, entities: Entities) -> JsonObject:
     """Raises `GuardrailAway` for a rule that could not run and must not be skipped."""
-    _, verdicts = reading.check(vectors)
+    _, verdicts = reading.check(vectors, entities)
     findings = [finding for verdict in verdicts for finding in verdict.findings]
     away = next((each for each in findings if each.failed and each.action == "block" and not each.shadow), None)
     if away is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,8 @@ from gearshift.deployments.moderations import ModerationBody, messages, moderati
 from gearshift.deployments.routing import Routing
 from gearshift.guardrails import stream
 from gearshift.guardrails.policy import CompiledPolicy, Reading, compile_policies
-from gearshift.guardrails.subject import Vectors
+from gearshift.guardrails.subject import Entities, Vectors
+from gearshift.guardrails.tagger import Entity
 from gearshift.guardrails.verdict import Stage, Verdict
 from gearshift.platform import telemetry
 from gearshift.platform.cache import exact
@@ -55,6 +56,9 @@ Embed = Callable[[str, float | None], Awaitable[tuple[float, ...]]]
 """A text's vector, or an empty one where it does not come in so many seconds, or in `embedding.timeout_s`. The semantic cache
 asks the encoder for the same one, which it remembers."""
 
+Name = Callable[[str, float], Awaitable[Sequence[Entity] | None]]
+"""What a text names; None where that does not come in so many seconds."""
+
 
 class Pipeline:
     """Owns the request. Everything it needs was given to it: it opens nothing and imports no framework."""
@@ -68,10 +72,12 @@ class Pipeline:
         flights: Flights,
         snapshot: Callable[[], Snapshot],
         embed: Embed | None = None,
+        name: Name | None = None,
     ) -> None:
-        """embed: for a router and guardrails that look at vectors; without it, they do without."""
+        """embed: for a router and guardrails that look at vectors; without it, they do without. name: for guardrails."""
         self._config = config
         self._embed = embed
+        self._name = name
         self._engines = engines
         self._starting = {name: engine for name, engine in engines.items() if isinstance(engine, Starting)}
         self._limits = limits
@@ -318,7 +324,7 @@ class Pipeline:
         found = policy.known(messages)
         if found is None:
             reading = policy.reading(messages)
-            found = reading.check(await self._vectors(reading))
+            found = reading.check(await self._vectors(reading), await self._entities(reading))
             policy.remember(messages, found)
         checked, verdicts = found
         for verdict in verdicts:
@@ -339,6 +345,14 @@ class Pipeline:
         timeout_s = self._config.embedding.guard_timeout_s if self._config.embedding is not None else None
         found = await asyncio.gather(*(self._embed(text, timeout_s) for text in texts))
         return {text: vector or None for text, vector in zip(texts, found, strict=True)}
+
+    async def _entities(self, reading: Reading) -> Entities:
+        texts = reading.to_name()
+        if not texts or self._name is None or self._config.embedding is None:
+            return {}
+        timeout_s = self._config.embedding.guard_timeout_s
+        found = await asyncio.gather(*(self._name(text, timeout_s) for text in texts))
+        return dict(zip(texts, found, strict=True))
 
     def _question(
         self,
@@ -382,7 +396,7 @@ class Pipeline:
         release = asked if asked in self._config.releases else self._release_behind(asked)
         name = self._config.releases[release].policy
         readings = [self._policies[name].reading(messages(text)) for text in body.texts]
-        results = [result(reading, await self._vectors(reading)) for reading in readings]
+        results = [result(reading, await self._vectors(reading), await self._entities(reading)) for reading in readings]
         return moderation(f"{name} v{self._config.policies[name].version}", results)
 
     def _release_behind(self, tier: str) -> str:

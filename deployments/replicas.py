@@ -273,16 +273,10 @@ class GatewayReplica:
             self._limits,
             self._flights(config),
             lambda: snapshot.current,
-            self._embed if config.embedding is not None else None,
+            self._encoder.embed_within(config.embedding.timeout_s) if config.embedding is not None else None,
+            self._encoder.name,
         )
         return Serving(revision, config, keys, pipeline)
-
-    async def _embed(self, text: str, timeout_s: float | None) -> tuple[float, ...]:
-        settings = self._serving.config.embedding
-        if settings is None:
-            return ()
-        vector = await self._encoder.embed(text, timeout_s or settings.timeout_s)
-        return () if vector is None else tuple(vector.tolist())
 
     def _flights(self, config: Config) -> Flights:
         cache, similar = ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes), None
@@ -415,6 +409,7 @@ class EvaluatorReplica:
         self._revision = revision
         self._node = place.node()
         self._pool = EnginePool(self._store, self._node, place.secret)
+        self._encoder = Encoder(place.secret)
         self._evaluating = asyncio.create_task(self._evaluate(config, revisions))
         self._tasks = [
             asyncio.create_task(self._follow()),
@@ -433,21 +428,25 @@ class EvaluatorReplica:
             RateLimits(self._store, config.redis.on_loss),
             Flights(self._store, ExactCache(self._store, config.cache.ttl_s, config.cache.max_answer_bytes)),
             lambda: Snapshot.of(config),
+            self._encoder.embed_within(config.embedding.timeout_s) if config.embedding is not None else None,
+            self._encoder.name,
         )
         prober = Prober(pipeline, lambda: self._pool.away(keys))
         evaluation = config.evaluation
         asks = evaluation.judge is not None or evaluation.canaries is not None
-        connecting = asyncio.create_task(self._connect(keys if asks else {}))
+        connecting = asyncio.create_task(self._connect(keys if asks else {}, config.embedding is not None))
         try:
             await Evaluator(config, self._store, self._reading, self._emitter, prober).run()
         finally:
             connecting.cancel()
 
-    async def _connect(self, keys: Mapping[str, str]) -> None:
-        """To the engines that it asks by itself, until cancelled."""
+    async def _connect(self, keys: Mapping[str, str], encodes: bool) -> None:
+        """To the engines that it asks by itself and the encoder of their guardrails, until cancelled."""
         while keys:
             with contextlib.suppress(StoreAway):
                 await self._pool.connect(keys.values())
+                if encodes and not self._encoder.ready:
+                    await self._encoder.meet(await registry.members(self._store), self._node)
             await asyncio.sleep(registry.BEAT_S)
 
     async def _follow(self) -> None:
@@ -482,6 +481,7 @@ class EvaluatorReplica:
         await asyncio.gather(*tasks, return_exceptions=True)
         await registry.leave(self._store, self._name)
         await self._pool.close()
+        self._encoder.close()
         await self._reading.close()
         await self._store.close()
         self._emitter.close()

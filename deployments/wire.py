@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
+from gearshift.guardrails.tagger import Entity
 from gearshift.platform.errors import EngineUnavailable, GearshiftError, all_errors, public
 from gearshift.platform.request import Delta, EngineStats, Request
 
@@ -95,6 +96,20 @@ class Vector(msgspec.Struct, tag="vector", array_like=True, frozen=True):
     values: bytes
 
 
+class Name(msgspec.Struct, tag="name", array_like=True, frozen=True):
+    """What does a text name? Answered by `Named`."""
+
+    id: int
+    text: str
+
+
+class Named(msgspec.Struct, tag="named", array_like=True, frozen=True):
+    """entities: None when it could not be told."""
+
+    id: int
+    entities: tuple[Entity, ...] | None
+
+
 class Found(msgspec.Struct, tag="found", array_like=True, frozen=True):
     """key: of the answer; empty for none."""
 
@@ -104,8 +119,8 @@ class Found(msgspec.Struct, tag="found", array_like=True, frozen=True):
 
 ToEngine = Submit | Abort
 ToGateway = Piece | Failed | Stats | Draining
-ToEncoder = Embed | Find | Add | Remove
-FromEncoder = Vector | Found
+ToEncoder = Embed | Name | Find | Add | Remove
+FromEncoder = Vector | Named | Found
 Message = ToEngine | ToGateway | ToEncoder | FromEncoder
 
 _encode = msgspec.msgpack.Encoder().encode

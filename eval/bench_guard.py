@@ -19,6 +19,7 @@ from scipy.stats import binomtest
 
 from gearshift.eval import guard_data
 from gearshift.eval.bench import Bar, Report, Result, collect
+from gearshift.eval.bench_personal import FORMED, bench_personal
 from gearshift.eval.disguises import DISGUISES
 from gearshift.eval.guard_training import (
     RECIPES,
@@ -35,6 +36,7 @@ from gearshift.eval.guard_training import (
     short_enough,
     unseen_scores,
 )
+from gearshift.eval.tagger_training import States
 from gearshift.guardrails.chain import Chain, make_chain
 from gearshift.guardrails.credentials import Secrets
 from gearshift.guardrails.normalise import normalise
@@ -42,7 +44,6 @@ from gearshift.guardrails.patterns import Rule
 from gearshift.guardrails.rules import make_rule
 from gearshift.guardrails.stream import Window
 from gearshift.guardrails.trained import shipped
-from gearshift.guardrails.verdict import Span
 from gearshift.platform.config import Policy
 
 FALSE_POSITIVES = 0.007
@@ -52,15 +53,6 @@ STRANGERS: tuple[tuple[str, ...], ...] = (
     ("dolly", "selfinstruct_user", "selfinstruct_seed"), ("mt_bench", "vicuna_bench", "arena_hard"),
 )  # fmt: skip
 """Sources that are left out together, since they have the same origin or the same kind of text."""
-FORMED = {
-    "email": "EMAIL_ADDRESS",
-    "card": "CREDIT_CARD",
-    "phone": "PHONE_NUMBER",
-    "iban": "IBAN_CODE",
-    "ssn": "US_SSN",
-    "ip": "IP_ADDRESS",
-}
-"""Rules for personal data, and what presidio-research calls it."""
 HOSTILE = (
     "a ", "A", "аб", "é", "<a ", "&#1", "%41", "a.b", "\\x41", "01", "[a", "aaab", "1a", "<!--", "](", "gur ", "a@", '="',
     "key ", "token:",     "x://a:", "GB82 ", "1-", "1.", "ab:", "ab=" + "A" * 11 + "\n",
@@ -68,6 +60,7 @@ HOSTILE = (
 """Repeated to a megabyte."""
 DISGUISED = 300
 """Attacks, and as many harmless texts, that are put into each disguise."""
+PARTS = ("injections", "secrets", "toxicity", "personal", "streams", "hostile")
 Progress = Callable[[str, int, int], None]
 
 
@@ -83,21 +76,19 @@ class Streamed:
 
 @dataclass(slots=True)
 class GuardBench:
-    """embed: texts to vectors, [n, width]."""
+    """embed: texts to vectors, [n, width]. states: of `Embedder.words`."""
 
     folder: Path
     embed: Embed
+    states: States
     progress: Progress
     report: Report
     known: dict[str, NDArray[Any]] = field(default_factory=dict)
 
-    def run(self) -> None:
-        self.injections()
-        self.secrets()
-        self.toxicity()
-        self.personal()
-        self.streams()
-        self.hostile()
+    def run(self, only: str = "all") -> None:
+        """only: one of `PARTS`."""
+        for part in PARTS if only == "all" else (only,):
+            getattr(self, part)()
 
     def _vectors(self, texts: Sequence[str]) -> NDArray[Any]:
         new = [text for text in dict.fromkeys(texts) if text not in self.known]
@@ -239,30 +230,7 @@ class GuardBench:
         self.report.bars.append(Bar("toxicity: F1, OpenAI's set", float(f1), 0.72, "min"))
 
     def personal(self) -> None:
-        """Entities with a form: found where the finding and the labelled place overlap."""
-        texts = list(guard_data.read(self.folder, "pii"))
-        found_all, wrong_all, missed_all = 0, 0, 0
-        for name, label in FORMED.items():
-            rule = make_rule(name, (), "input")
-            found = wrong = missed = 0
-            for each in texts:
-                labelled = [Span(start, end) for start, end, kind in each["spans"] if kind == label]
-                spans = rule.find(each["text"])
-                hits = sum(any(_overlap(span, place) for span in spans) for place in labelled)
-                found, missed = found + hits, missed + len(labelled) - hits
-                wrong += sum(not any(_overlap(span, place) for place in labelled) for span in spans)
-            self.report.results.append(
-                collect(f"personal: {name}: precision", "%", [100 * found / max(1, found + wrong)])
-            )
-            self.report.results.append(
-                collect(f"personal: {name}: recall", "%", [100 * found / max(1, found + missed)])
-            )
-            if name == "phone":
-                self.report.bars.append(Bar("personal: phone: recall, %", 100 * found / (found + missed), 85, "min"))
-            found_all, wrong_all, missed_all = found_all + found, wrong_all + wrong, missed_all + missed
-        f1 = 2 * found_all / (2 * found_all + wrong_all + missed_all)
-        self.report.results.append(collect("personal: all with a form: F1", "", [f1]))
-        self.report.bars.append(Bar("personal: all with a form: F1", f1, 0.95, "min"))
+        bench_personal(self.folder, self.states, self.report, self.progress)
 
     def streams(self) -> None:
         """Texts cut at random: does the stream say what the whole text would, and what does it hold back?"""
@@ -324,10 +292,6 @@ def _fitted(counts: Any, rows: Rows, train: NDArray[Any], more: Any, own: Rows) 
 def _point_of(rows: Rows, own: Rows) -> Point:
     plain, joint = unseen_scores(rows, own)
     return operating_point(plain, joint, short_enough(rows.texts), rows.labels, FALSE_POSITIVES)
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return one.start < other.end and other.start < one.end
 
 
 def _streamed(chain: Chain, text: str, draw: random.Random, made: Streamed) -> str:

@@ -23,7 +23,8 @@ from ruamel.yaml import YAML
 
 from gearshift.eval import guard_data
 from gearshift.eval.guard_data import Row
-from gearshift.guardrails.classifier import MAX_ASKED_CHARS, NOTHING, Card, Classifier, Model
+from gearshift.guardrails.artefact import Card
+from gearshift.guardrails.classifier import MAX_ASKED_CHARS, NOTHING, Classifier, Model
 from gearshift.guardrails.ngrams import PLACES, SHORT, counted
 from gearshift.guardrails.normalise import characters, normalise
 from gearshift.guardrails.view import View

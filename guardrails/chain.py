@@ -10,7 +10,8 @@ from gearshift.guardrails.rules import make_rule
 from gearshift.guardrails.subject import Subject
 from gearshift.guardrails.trained import Trained, make_trained
 from gearshift.guardrails.verdict import Action, Fail, Finding, Span, Stage, Verdict
-from gearshift.platform.config import TRAINED, Policy
+from gearshift.platform.config import NAMED, TRAINED, Policy
+from gearshift.platform.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +42,36 @@ class Judge:
     """Decide by words alone where the vector does not come."""
 
 
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """As `Link`, of a rule about what has no form, which the encoder's process finds."""
+
+    kind: str
+    action: Action
+    fail: Fail = "closed"
+    shadow: bool = False
+
+
 class Chain:
     """Block wins over redact, redact over allow; what is in the shadow wins over nothing. A rule that can't run blocks unless the
     policy says otherwise: what was not checked has not passed."""
 
-    def __init__(self, links: Sequence[Link], judges: Sequence[Judge] = (), max_chars: int | None = None) -> None:
+    def __init__(
+        self,
+        links: Sequence[Link],
+        judges: Sequence[Judge] = (),
+        max_chars: int | None = None,
+        namings: Sequence[Naming] = (),
+    ) -> None:
         self.links = tuple(links)
         self.judges = tuple(judges)
         self.max_chars = max_chars
+        self.namings = tuple(namings)
 
     @property
     def reads(self) -> bool:
         """Whether there is any rule."""
-        return bool(self.links or self.judges or self.max_chars)
+        return bool(self.links or self.judges or self.max_chars or self.namings)
 
     def check(self, text: str) -> Verdict:
         """By the rules that find places, in the text as it is: what an answer goes through, piece by piece."""
@@ -66,6 +84,9 @@ class Chain:
     def check_whole(self, subject: Subject) -> Verdict:
         """By the rules that find places, in the text as it is and as it reads when its disguise is undone."""
         findings = self.find(subject.text)
+        findings += [found for naming in self.namings if (found := _named(naming, subject))]
+        if not self.links:
+            return decide(subject.text, findings)
         try:
             disguised = subject.view.text != subject.text
         except Exception:  # who can't be read in plain has not been read
@@ -108,6 +129,13 @@ def _find_disguised(link: Link, subject: Subject) -> Finding | None:
     return replace(found, spans=tuple(sorted(subject.view.origin(span) for span in found.spans)))
 
 
+def _named(naming: Naming, subject: Subject) -> Finding | None:
+    if subject.entities is None:
+        return _failed(naming.kind, naming.fail, naming.shadow, len(subject.text))
+    spans = tuple(Span(each.start, each.end) for each in subject.entities if each.kind == naming.kind)
+    return Finding(naming.kind, naming.action, spans, shadow=naming.shadow) if spans else None
+
+
 def _judge(judge: Judge, subject: Subject) -> Finding | None:
     whole, plain = (Span(0, len(subject.text)),), False
     try:
@@ -142,11 +170,15 @@ def redact(text: str, findings: Sequence[Finding]) -> str:
 def make_chain(policy: Policy, stage: Stage, encoder: str = "") -> Chain:
     """encoder: whose vectors trained rules will get. Raises `ConfigError`."""
     rules = [rule for rule in policy.rules if stage in rule.stages]
-    found = [rule for rule in rules if rule.rule not in (*TRAINED, "length")]
+    found = [rule for rule in rules if rule.rule not in (*TRAINED, *NAMED, "length")]
     links = [Link(make_rule(rule.rule, rule.terms, stage), rule.action, rule.fail, rule.shadow) for rule in found]
     judges = [
         Judge(make_trained(rule, encoder), rule.fail, rule.shadow, rule.without_vector == "plain")
         for rule in rules
         if rule.rule in TRAINED
     ]
-    return Chain(links, judges, min((rule.max_chars for rule in rules if rule.max_chars is not None), default=None))
+    namings = [Naming(rule.rule, rule.action, rule.fail, rule.shadow) for rule in rules if rule.rule in NAMED]
+    if namings and not encoder:
+        raise ConfigError(f"the rule {namings[0].kind} reads with the encoder: say `embedding: {{}}` in the config")
+    most = min((rule.max_chars for rule in rules if rule.max_chars is not None), default=None)
+    return Chain(links, judges, most, namings)

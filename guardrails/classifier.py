@@ -10,47 +10,25 @@ none of which it had seen, were flagged.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 from numpy.typing import NDArray
 
+from gearshift.guardrails import artefact
+from gearshift.guardrails.artefact import Card
 from gearshift.guardrails.ngrams import MAX_CHARS, PLACES, counted, weighted
 from gearshift.platform.errors import ConfigError
 
-FORMAT = 1
 MAX_ASKED_CHARS = 300
 """Longer texts have words enough: the plain model decides, which costs a hundredth of a vector. Unless it never does."""
 OVERLAP = 500
 """Characters that two windows of a long text share."""
 Floats = NDArray[np.floating[Any]]
 NOTHING: Floats = np.empty(0, np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """What a reader needs to know before trusting a classifier."""
-
-    name: str
-    rows: int
-    sources: tuple[str, ...]
-    """Data it was trained on, with the licence of each."""
-    data: str
-    """SHA-256 of the training texts and their labels."""
-    encoder: str
-    """Whose vectors it knows."""
-    false_positives: float
-    """Share of harmless texts with a score above 0.5, of texts it had not seen."""
-    recall: float
-    """Share of the others with a score above 0.5."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    format: int = FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +101,7 @@ def windows(text: str) -> list[str]:
 
 
 def save(path: Path, classifier: Classifier) -> None:
-    tensors = {
+    tensors: dict[str, Floats] = {
         "idf": classifier.idf.astype(np.float16),
         "plain.weights": classifier.plain.weights.astype(np.float16),
         "joint.weights": classifier.joint.weights.astype(np.float16),
@@ -132,29 +110,18 @@ def save(path: Path, classifier: Classifier) -> None:
         "joint.pulls": classifier.joint.pulls.astype(np.float32),
         "numbers": np.array([classifier.plain.bias, classifier.joint.bias, classifier.joint.gamma, *classifier.doubt]),
     }
-    content = safetensors.numpy.save(
-        {name: np.ascontiguousarray(array) for name, array in tensors.items()},
-        {"card": json.dumps(asdict(classifier.card))},
-    )
-    path.write_bytes(content)
+    artefact.save(path, classifier.card, tensors)
 
 
 def load(path: Path) -> Classifier:
     """Raises `ConfigError` for a file that is missing, damaged, foreign, or of another format."""
+    card, tensors = artefact.load(path)
     try:
-        content = path.read_bytes()
-        tensors = safetensors.numpy.load(content)
-        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-        card = Card(**json.loads(metadata["card"]))
         numbers = tensors["numbers"]
         weights = [tensors[name] for name in ("idf", "plain.weights", "joint.weights")]
         vector, near, pulls = (tensors[f"joint.{name}"] for name in ("vector", "near", "pulls"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is damaged or is not a classifier: {error}") from error
-    if card.format != FORMAT:
-        raise ConfigError(f"{path} has format {card.format}, this program reads {FORMAT}; train it anew")
+    except KeyError as error:
+        raise ConfigError(f"{path} is not a classifier: {error} is missing") from error
     if any(each.shape != (PLACES,) or not np.isfinite(each).all() for each in weights) or numbers.shape != (5,):
         raise ConfigError(f"{path}: its weights are not {PLACES} finite numbers; train it anew")
     fits = near.shape[0] == pulls.size and (pulls.size == 0 or near.ndim == 2) and vector.ndim == 1

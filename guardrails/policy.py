@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gearshift.guardrails.chain import Chain, decide, make_chain
-from gearshift.guardrails.subject import Subject, Vectors
+from gearshift.guardrails.subject import Entities, Subject, Vectors
+from gearshift.guardrails.tagger import tagger_of
 from gearshift.guardrails.verdict import Finding, Span, Verdict
-from gearshift.platform.config import Config, Policy
+from gearshift.platform.config import NAMED, Config, Policy
 from gearshift.platform.errors import ConfigError
 from gearshift.platform.request import Message
 
 JUDGED = ("user", "tool")
 """Roles whose words are judged: what the product's own developers and the model wrote is not an attack on it."""
+OWN = ("system", "developer")
+"""Roles whose words are the product's own: names in them are no secret of anybody's."""
 JOINED = 4
 """The last so many messages of the user are also read as one: a payload may be split over them."""
 
@@ -74,12 +77,20 @@ class Reading:
             dict.fromkeys(text for subject in self._judged for rule in rules for text in rule.doubtful(subject))
         )
 
-    def check(self, vectors: Vectors | None = None) -> Checked:
-        """vectors: None where no encoder runs."""
+    def to_name(self) -> list[str]:
+        """Texts of which the rules need to know what they name; each once."""
+        if not self._chain.namings:
+            return []
+        return list(dict.fromkeys(message.content for message in self._messages if message.role not in OWN))
+
+    def check(self, vectors: Vectors | None = None, entities: Entities | None = None) -> Checked:
+        """vectors: None where no encoder runs. entities: of the texts in `to_name`."""
+        told = entities or {}
         verdicts = [verdict for verdict in (self._length(), self._judge(vectors)) if verdict.findings]
         checked: list[Message] = []
         for message, subject in zip(self._messages, self._subjects, strict=True):
-            verdict = self._chain.check_whole(subject) if self._chain.links else Verdict("allow", subject.text)
+            subject.entities = () if message.role in OWN else told.get(subject.text)
+            verdict = self._chain.check_whole(subject)
             if verdict.findings:
                 verdicts.append(verdict)
             checked.append(replace(message, content=verdict.text) if verdict.action == "redact" else message)
@@ -90,7 +101,7 @@ class Reading:
         """The names of all rules that read this."""
         length = ["length"] if self._chain.max_chars is not None else []
         named = [link.rule.name for link in self._chain.links] + [judge.rule.name for judge in self._chain.judges]
-        return list(dict.fromkeys(named + length))
+        return list(dict.fromkeys([*named, *(naming.kind for naming in self._chain.namings), *length]))
 
     def scores(self, vectors: Vectors | None = None) -> dict[str, float]:
         """What each trained rule makes of all that is judged, 0 to 1, whatever its threshold; without those that can't tell."""
@@ -123,6 +134,10 @@ class Reading:
 def compile_policies(config: Config, vectors: bool = True) -> dict[str, CompiledPolicy]:
     """vectors: whether those of `embedding` can be had. Raises `ConfigError` that names the policy."""
     encoder = config.embedding.source if vectors and config.embedding is not None else ""
+    if config.embedding is not None and any(
+        rule.rule in NAMED for policy in config.policies.values() for rule in policy.rules
+    ):
+        tagger_of(config.embedding)
     compiled = {}
     for name, policy in config.policies.items():
         try:

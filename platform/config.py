@@ -195,6 +195,8 @@ class Prompt(Section):
 
 
 TRAINED = ("injection", "toxicity")
+NAMED = ("person", "location", "organization", "date")
+"""Rules about what has no form: the encoder's process reads the text."""
 """Rules that read a whole text and score it."""
 
 
@@ -202,8 +204,9 @@ class Rule(Section):
     """One rule of a policy."""
 
     rule: Literal[
-        "secrets", "email", "card", "phone", "iban", "ssn", "ip", "blocklist", "length", "injection", "toxicity"
-    ]
+        "secrets", "email", "card", "phone", "iban", "ssn", "ip", "person", "location", "organization", "date",
+        "blocklist", "length", "injection", "toxicity",
+    ]  # fmt: skip
     stages: Annotated[list[Literal["input", "output"]], Field(min_length=1)] = ["input", "output"]
     """What is read: what is asked, or the answer while it comes. Rules that need whole texts read what is asked."""
     action: Literal["redact", "block"] = "redact"
@@ -227,9 +230,9 @@ class Rule(Section):
     @model_validator(mode="before")
     @classmethod
     def _whole_texts(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("rule") in (*TRAINED, "length"):
-            return {"stages": ["input"], "action": "block"} | given
-        return given
+        if not isinstance(given, dict) or given.get("rule") not in (*TRAINED, *NAMED, "length"):
+            return given
+        return {"stages": ["input"], "action": "redact" if given["rule"] in NAMED else "block"} | given
 
     @model_validator(mode="after")
     def _where_they_belong(self) -> Self:
@@ -239,6 +242,8 @@ class Rule(Section):
             raise ValueError("max_chars: the rule length needs it, and no other rule takes it")
         if self.rule in (*TRAINED, "length") and (self.stages != ["input"] or self.action != "block"):
             raise ValueError(f"{self.rule} judges a whole text: stages: [input] and action: block is all it can do")
+        if self.rule in NAMED and self.stages != ["input"]:
+            raise ValueError(f"{self.rule} needs whole sentences: stages: [input] is all it can do")
         theirs = (self.threshold, self.classifier, self.without_vector)
         if self.rule not in TRAINED and theirs != (0.5, None, "fail"):
             raise ValueError(
@@ -509,7 +514,10 @@ class Embedding(Section):
     timeout_s: Seconds = 0.5
     """A request waits so long, and then does without."""
     guard_timeout_s: Seconds = 2.0
-    """A guardrail that needs a vector waits so long; then it could not run."""
+    """A guardrail that needs a vector, or what a text names, waits so long; then it could not run."""
+    tagger: str | None = None
+    """Of the rules person, location, organization and date: a file made by `gearshift guardrails train personal`; unset is the
+    one that comes with the program. Relative to the config file."""
 
 
 class Semantic(Section):

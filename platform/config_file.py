@@ -59,6 +59,8 @@ def _from_folder(config: Config, folder: Path) -> Config:
     if config.cache.semantic is not None:
         semantic = config.cache.semantic.model_copy(update={"verifier": found(config.cache.semantic.verifier)})
         update["cache"] = config.cache.model_copy(update={"semantic": semantic})
+    if config.embedding is not None:
+        update["embedding"] = config.embedding.model_copy(update={"tagger": found(config.embedding.tagger)})
     return config.model_copy(update=update)
 
 

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from gearshift.deployments.gateway import create_app
-from gearshift.deployments.pipeline import Embed, Pipeline
+from gearshift.deployments.pipeline import Embed, Name, Pipeline
 from gearshift.deployments.replicas import QuietServer, shared_socket
 from gearshift.deployments.samples import SampleLog
 from gearshift.deployments.shadow import Shadows
@@ -79,7 +79,7 @@ def serve(store: Store, anyio_backend: str) -> Serve:
 
     @asynccontextmanager
     async def running(
-        text: str = TEXT, extra: str = "", embed: Embed | None = None, **given: Engine
+        text: str = TEXT, extra: str = "", embed: Embed | None = None, name: Name | None = None, **given: Engine
     ) -> AsyncIterator[Gateway]:
         config: Config = config_file.parse(text + extra)
         engines: dict[str, Any] = {name: given.get(name) or EchoEngine() for name in config.models}
@@ -92,6 +92,7 @@ def serve(store: Store, anyio_backend: str) -> Serve:
             Flights(store, ExactCache(store, 60, 100_000)),
             lambda: snapshot[-1],
             embed,
+            name,
         )
         token = "sesame" if config.telemetry.metrics_token_env else None
         samples = SampleLog(store, config)

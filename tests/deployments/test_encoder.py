@@ -16,6 +16,8 @@ from gearshift.deployments import registry
 from gearshift.deployments.encoder import Batches, Encoder, EncoderServer, Floats, SimilarAnswers
 from gearshift.deployments.registry import Member
 from gearshift.deployments.wire import Add
+from gearshift.guardrails import tagger
+from gearshift.guardrails.tagger import Entity
 from gearshift.platform.cache.exact import Answer, ExactCache, Question
 from gearshift.platform.cache.store import Store
 from gearshift.platform.config import Semantic
@@ -49,15 +51,15 @@ class Known:
         self.keys = {place: known for place, known in self.keys.items() if known != key}
 
 
-def lengths(texts: Sequence[str]) -> Floats:
+def lengths(texts: Sequence[str]) -> list[Floats]:
     if "bad" in texts:
         raise ValueError("can't be read")
-    return np.array([[len(text)] for text in texts], np.float32)
+    return [np.array([len(text)], np.float32) for text in texts]
 
 
 @asynccontextmanager
-async def encoder(folder: Path, known: Any = None) -> AsyncIterator[tuple[Encoder, EncoderServer]]:
-    server, client = EncoderServer(Batches(lengths, 8), known), Encoder("")
+async def encoder(folder: Path, known: Any = None, read: Any = None) -> AsyncIterator[tuple[Encoder, EncoderServer]]:
+    server, client = EncoderServer(Batches[Floats](lengths, 8), known, read and Batches(read, 8)), Encoder("")
     await server.start(folder / "encoder.sock")
     await client.meet([Member(name="e", model=registry.ENCODER, address=str(folder / "encoder.sock"))], "")
     try:
@@ -71,29 +73,40 @@ async def test_what_arrives_while_a_batch_is_computed_is_the_next_one_and_nothin
     seen: list[list[str]] = []
     go = threading.Event()
 
-    def compute(texts: Sequence[str]) -> Floats:
+    def compute(texts: Sequence[str]) -> list[Floats]:
         seen.append(list(texts))
         go.wait()
         return lengths(texts)
 
-    batches = Batches(compute, 3)
-    asked = [asyncio.create_task(batches.embed(text)) for text in ("a", "bb")]
+    batches = Batches[Floats](compute, 3)
+    asked = [asyncio.create_task(batches.of(text)) for text in ("a", "bb")]
     while not seen:
         await asyncio.sleep(0)
-    asked += [asyncio.create_task(batches.embed(text)) for text in ("ccc", "dddd", "a", "eeeee", "ffffff")]
+    asked += [asyncio.create_task(batches.of(text)) for text in ("ccc", "dddd", "a", "eeeee", "ffffff")]
     await asyncio.sleep(0)
     go.set()
     assert [float(vector[0]) for vector in await asyncio.gather(*asked)] == [1, 2, 3, 4, 1, 5, 6]
     assert seen == [["a", "bb"], ["ccc", "dddd", "eeeee"], ["ffffff"]]
-    await batches.embed("a")
+    await batches.of("a")
     assert len(seen) == 3
 
 
 async def test_a_text_that_can_t_be_computed_fails_its_batch_and_no_later_one() -> None:
-    batches = Batches(lengths, 3)
+    batches = Batches[Floats](lengths, 3)
     with pytest.raises(ValueError, match="can't be read"):
-        await batches.embed("bad")
-    assert float((await batches.embed("good"))[0]) == 4
+        await batches.of("bad")
+    assert float((await batches.of("good"))[0]) == 4
+
+
+async def test_entities_travel_and_what_is_too_long_is_not_read(tmp_path: Path) -> None:
+    def read(texts: Sequence[str]) -> list[tuple[Entity, ...]]:
+        return [(Entity("person", 0, len(text)),) for text in texts]
+
+    async with encoder(tmp_path) as (client, _):
+        assert await client.name("Ann", 2.0) is None
+    async with encoder(tmp_path, read=read) as (client, _):
+        assert await client.name("Ann", 2.0) == (Entity("person", 0, 3),)
+        assert await client.name("a" * (tagger.MAX_CHARS + 1), 2.0) is None
 
 
 async def test_vectors_and_keys_travel_and_no_answer_is_none(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def config(port: int, admin_port: int, folder: Path) -> Path:
     raw["models"]["smollm2-135m"]["prompt_cache"] = {}
     raw["prompts"]["pirate"] = {"system": "You are a pirate. Answer like a pirate."}
     raw["releases"]["smollm2-v2"] = {**raw["releases"]["smollm2-v1"], "prompt": "pirate"}
+    raw["policies"]["private"] = {"rules": [{"rule": "person"}, {"rule": "location", "action": "block"}]}
+    raw["releases"]["private"] = {**raw["releases"]["smollm2-v1"], "policy": "private"}
     raw["experiments"] = {"voice": {"arms": {"smollm2-v1": 1, "smollm2-v2": 0}}}
     raw["tiers"] = {
         "cheap": {"experiment": "voice", "price": raw["tiers"]["cheap"]["price"]},
@@ -363,6 +365,15 @@ def test_an_attack_is_refused_and_the_encoder_is_asked_where_words_leave_a_doubt
     assert not easy["flagged"]
     scores = [each["category_scores"]["toxicity"] for each in (easy, hateful)]  # type: ignore[index]
     assert scores[0] < 0.5 < scores[1]  # told by its meaning: this rule has nothing but vectors
+
+
+def test_names_are_taken_out_by_the_encoders_process_and_places_refused(served: Served) -> None:
+    told = served.client.moderations.create(model="private", input="My name is Johanna Berger.").results[0]
+    assert told.to_dict()["categories"] == {"person": True, "location": False}
+    asked(served, "private", "My name is Johanna Berger. Who am I?")
+    with pytest.raises(openai.BadRequestError) as caught:
+        asked(served, "private", "I live at 12 Harbour Street, Bristol.")
+    assert (caught.value.code, "location" in str(caught.value)) == ("content_filter", True)
 
 
 def test_the_weights_of_an_experiment_move_on_all_gateways(served: Served) -> None:

@@ -18,7 +18,8 @@ from gearshift.eval.bench import Report
 from gearshift.eval.bench_guard import GuardBench
 from gearshift.eval.disguises import DISGUISES
 from gearshift.eval.guard_training import counted_rows, fit, fit_near, operating_point, train, vocabulary, written
-from gearshift.guardrails.classifier import Card, load, save
+from gearshift.guardrails.artefact import Card
+from gearshift.guardrails.classifier import load, save
 from gearshift.guardrails.normalise import normalise
 from gearshift.platform.errors import ConfigError
 
@@ -146,7 +147,7 @@ def test_every_disguise_is_undone(name: str) -> None:
 
 def test_the_bench_tells_shares_with_intervals() -> None:
     report = Report("guardrails")
-    bench = GuardBench(Path(), embed, lambda *_: None, report)
+    bench = GuardBench(Path(), embed, lambda texts, places: [], lambda *_: None, report)
     bench._share("found", np.array([True] * 90 + [False] * 10), 0.85, "min")
     low, share, high = report.results[0].values
     assert low < share == 90 < high

@@ -8,7 +8,8 @@ import pytest
 import safetensors.numpy
 
 from gearshift.guardrails import classifier as files
-from gearshift.guardrails.classifier import Card, Classifier, Model, windows
+from gearshift.guardrails.artefact import Card
+from gearshift.guardrails.classifier import Classifier, Model, windows
 from gearshift.guardrails.ngrams import MAX_CHARS, PLACES, counted, weighted
 from gearshift.guardrails.trained import shipped
 from gearshift.platform.errors import ConfigError
