@@ -19,11 +19,13 @@ from pydantic import BaseModel, ConfigDict
 
 from gearshift import __version__
 from gearshift.deployments import registry
+from gearshift.deployments.admin_review import review_routes
 from gearshift.deployments.autoscale import load_of
 from gearshift.deployments.control import SnapshotBoard
 from gearshift.deployments.files import check_files
 from gearshift.deployments.plan import instances_of, plan
 from gearshift.deployments.replicas import Place
+from gearshift.deployments.reviews import Reviews
 from gearshift.deployments.revisions import Kind, Revision, Revisions
 from gearshift.platform import config_file
 from gearshift.platform.cache import exact
@@ -176,6 +178,8 @@ def create_admin_app(
             raise InvalidRequest(f"{body.release!r} is no name of a release.", param="release")
         kept = ExactCache(store, 0.0, 0)
         return {"deleted": await kept.purge(body.tenant or "*", body.release or "*")}
+
+    app.include_router(review_routes(lambda: Reviews(store, serving().review.keep_s)))
 
     @app.get("/admin/revisions")
     async def history() -> JsonObject:

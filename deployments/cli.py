@@ -24,6 +24,7 @@ from gearshift.deployments import (
     cli_eval,
     cli_experiment,
     cli_guard,
+    cli_review,
     cli_revision,
     cli_router,
     client,
@@ -52,6 +53,7 @@ for name, sub in {
     "experiment": cli_experiment.app,
     "router": cli_router.app,
     "guardrails": cli_guard.app,
+    "review": cli_review.app,
     "eval": cli_eval.app,
     "bench": cli_bench.app,
 }.items():

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -124,6 +125,10 @@ def create_app(
     async def moderations(request: Request) -> Response:
         asked = parse_moderation(await read_body(request, config.max_body_bytes))
         return JSONResponse(await serving().moderate(request.headers.get("authorization", ""), asked))
+
+    @app.get("/v1/reviews/{ticket}")
+    async def review(ticket: str, request: Request) -> Response:
+        return JSONResponse(await serving().review(request.headers.get("authorization", ""), ticket))
 
     @app.get("/health")
     async def health() -> Response:
@@ -378,6 +383,7 @@ class Exchange:
             id=self._record.request_id.replace("req_", self._dialect.prefix),
             model=self._record.release,
             system_fingerprint=self._pipeline.fingerprints[self._record.release],
+            verdicts=partial(self._pipeline.verdicts, self._record) if self._calls[0].body.tells_verdicts else None,
         )
 
     async def _stream(self, writer: Writer, first: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
@@ -431,6 +437,8 @@ class Exchange:
                 "x-gearshift-route-reason": record.route_reason,
                 "x-gearshift-cache": record.cache,
             }
+        if record.ticket:
+            facts["x-gearshift-ticket"] = record.ticket
         return facts | (reservation.headers() if reservation else {})
 
 

@@ -48,6 +48,7 @@ HARMLESS_REQUEST = {
     "priority": "when it is computed",
     "cache": "whether the cache is asked at all",
     "n": "several answers are never cached",
+    "moderation": "answers with verdicts are never cached",
     "logprobs": "answers with probabilities are never cached",
     "top_logprobs": "answers with probabilities are never cached",
     "echo": "answers with their prompt are never cached",

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gearshift.guardrails.policy import Reading
 from gearshift.guardrails.subject import Entities, Vectors
+from gearshift.guardrails.verdict import Stage
 from gearshift.platform.errors import GuardrailAway
 from gearshift.platform.openai import parse_as
 from gearshift.platform.request import JsonObject, Message
@@ -76,3 +77,24 @@ def result(reading: Reading, vectors: Vectors | None, entities: Entities) -> Jso
 def moderation(policy: str, results: Sequence[JsonObject]) -> JsonObject:
     """policy: its name and version."""
     return {"id": f"modr-{uuid.uuid4().hex}", "model": policy, "results": list(results)}
+
+
+def verdicts_object(
+    policy: str, asked: Sequence[str], answered: Sequence[str], notes: Sequence[tuple[str, str, str]]
+) -> JsonObject:
+    """OpenAI's `moderation` of a completion: which rules of either stage spoke. notes: stage, rule and action."""
+
+    def side(stage: Stage, rules: Sequence[str]) -> JsonObject:
+        spoke = {rule: action for at, rule, action in notes if at == stage and action not in ("allow", "failed_open")}
+        ran = [rule for rule in rules if not spoke.get(rule, "").startswith("failed")]
+        result = {
+            "type": "moderation_result",
+            "model": policy,
+            "flagged": any(not action.startswith(("would_", "allow")) for action in spoke.values()),
+            "categories": {rule: rule in spoke for rule in ran},
+            "category_scores": {rule: float(rule in spoke) for rule in ran},
+            "category_applied_input_types": {rule: ["text"] for rule in ran},
+        }
+        return {"type": "moderation_results", "model": policy, "results": [result]}
+
+    return {"input": side("input", asked), "output": side("output", answered)}

@@ -16,10 +16,13 @@ from gearshift.deployments.call import Call, Candidate, Ticket, cost, estimate_p
 from gearshift.deployments.cascade import Again, GivenUp, second_sample, verified
 from gearshift.deployments.choices import of_choice, several
 from gearshift.deployments.identity import fingerprint, question
-from gearshift.deployments.moderations import ModerationBody, messages, moderation, result
+from gearshift.deployments.moderations import ModerationBody, messages, moderation, result, verdicts_object
+from gearshift.deployments.reviews import Reviews, told
 from gearshift.deployments.routing import Routing
 from gearshift.guardrails import stream
 from gearshift.guardrails.policy import CompiledPolicy, Reading, compile_policies
+from gearshift.guardrails.review import Held
+from gearshift.guardrails.stream import Kept
 from gearshift.guardrails.subject import Entities, Vectors
 from gearshift.guardrails.tagger import Entity
 from gearshift.guardrails.verdict import Stage, Verdict
@@ -29,7 +32,8 @@ from gearshift.platform.cache.ahead import Early
 from gearshift.platform.cache.exact import Answer, Question
 from gearshift.platform.cache.flight import Flight, Flights, Part
 from gearshift.platform.cache.limits import RateLimits
-from gearshift.platform.config import AUTO, Config
+from gearshift.platform.cache.store import StoreAway
+from gearshift.platform.config import AUTO, Config, Release
 from gearshift.platform.engine.protocol import Engine, Starting
 from gearshift.platform.errors import (
     ContentBlocked,
@@ -38,8 +42,11 @@ from gearshift.platform.errors import (
     GuardrailAway,
     InvalidRequest,
     ModelNotFound,
+    NotFound,
     Overloaded,
+    ReviewRequired,
     ShuttingDown,
+    StoreUnavailable,
     UpstreamError,
 )
 from gearshift.platform.openai import Generation
@@ -73,11 +80,14 @@ class Pipeline:
         snapshot: Callable[[], Snapshot],
         embed: Embed | None = None,
         name: Name | None = None,
+        reviews: Reviews | None = None,
     ) -> None:
-        """embed: for a router and guardrails that look at vectors; without it, they do without. name: for guardrails."""
+        """embed: for a router and guardrails that look at vectors; without it, they do without. name: for guardrails. reviews:
+        where what a human has to look at is held; without it, it is blocked."""
         self._config = config
         self._embed = embed
         self._name = name
+        self._reviews = reviews
         self._engines = engines
         self._starting = {name: engine for name, engine in engines.items() if isinstance(engine, Starting)}
         self._limits = limits
@@ -161,14 +171,15 @@ class Pipeline:
         sampling = record.sampling = call.body.sampling(release.sampling)
         with record.step("guard_input"):
             _check_readable(policy, release.policy, call.body)
-            messages = await self._guard_input(policy, call.body.turns, record)
+            messages = await self._guard_input(policy, call.body.turns, record, release)
         if not call.body.raw:  # what is only continued has no turns, and no place for the release's prompt
             with record.step("assemble"):
                 prompt = self._config.prompts[release.prompt]
                 record.prompt = release.prompt, prompt.version
                 messages = assemble(prompt, messages)
         asked = self._question(call, served.release, messages, sampling, verify is not None, record)
-        generate = partial(self._generate, call, release.model, policy, messages, sampling, verify, record)
+        hold = self._holder(messages, record, release)
+        generate = partial(self._generate, call, release.model, policy, messages, sampling, verify, record, hold)
         found = await self._look_up(asked, call, record, early)
         if isinstance(found, Answer):  # it passed the output guardrails of this very policy before it was stored
             deltas = found.deltas() if call.body.stream else [found.whole()]
@@ -221,6 +232,7 @@ class Pipeline:
         sampling: SamplingParams,
         verify: Query | None,
         record: Record,
+        hold: stream.Hold | None,
     ) -> AsyncGenerator[Delta, None]:
         """What the engine writes and the guardrails let through, of as many answers as are asked for."""
         note = _noter(record, "output")
@@ -245,12 +257,12 @@ class Pipeline:
         if verify is not None:
             asked = _timed(ask(0, replace(sampling, certainty=True)), record)
             judged = self._verified(call, verify, asked, second_sample(ask, sampling), record)
-            return stream.watch(judged, policy.output, note)
+            return stream.watch(judged, policy.output, note, hold)
         if call.body.choices == 1:
-            return stream.watch(_timed(ask(0, sampling), record), policy.output, note)
+            return stream.watch(_timed(ask(0, sampling), record), policy.output, note, hold)
 
         def begin(choice: int) -> AsyncGenerator[Delta, None]:
-            return stream.watch(ask(choice, of_choice(sampling, choice)), policy.output, note)
+            return stream.watch(ask(choice, of_choice(sampling, choice)), policy.output, note, hold)
 
         begins = [partial(begin, choice) for choice in range(call.body.choices)]
         return _timed(several(begins), record)
@@ -272,6 +284,15 @@ class Pipeline:
             return judgement
 
         return verified(deltas, judge, cascade.window_tokens if call.body.stream else None)
+
+    def verdicts(self, record: Record) -> JsonObject:
+        """What the guardrails made of a request and its answer, as OpenAI tells it."""
+        name = self._config.releases[record.release].policy
+        policy = self._policies[name]
+        notes = [(note.stage, note.rule, note.action) for note in record.verdicts]
+        return verdicts_object(
+            f"{name} v{self._config.policies[name].version}", policy.input.rules, policy.output.rules, notes
+        )
 
     def stage(self, release: str | None = None) -> str:
         """What is waited for before the model of a release, or any model, answers; empty when it does."""
@@ -319,7 +340,7 @@ class Pipeline:
         caller.require(model)
 
     async def _guard_input(
-        self, policy: CompiledPolicy, messages: tuple[Message, ...], record: Record
+        self, policy: CompiledPolicy, messages: tuple[Message, ...], record: Record, release: Release
     ) -> tuple[Message, ...]:
         found = policy.known(messages)
         if found is None:
@@ -331,11 +352,48 @@ class Pipeline:
             _noter(record, "input")(verdict)
         deciding = [verdict.decided_by for verdict in verdicts if verdict.action == "block"]
         blocked = min((each for each in deciding if each), key=lambda finding: finding.failed, default=None)
-        if blocked is None:
-            return checked
-        if blocked.failed:
+        if blocked is not None and blocked.failed:
             raise GuardrailAway(f"The rule {blocked.rule!r} could not run, and nothing may pass without it; try again.")
-        raise ContentBlocked(f"The request was refused by the rule {blocked.rule!r}.", param="messages")
+        if blocked is not None:
+            raise ContentBlocked(f"The request was refused by the rule {blocked.rule!r}.", param="messages")
+        waits = next((verdict.rule for verdict in verdicts if verdict.action == "review"), None)
+        if waits is not None:
+            await self._review(waits, checked, record, release)
+        return checked
+
+    async def _review(self, rule: str, messages: tuple[Message, ...], record: Record, release: Release) -> None:
+        """Returns when a human has agreed. Raises `ReviewRequired`, `ContentBlocked`, `StoreUnavailable`."""
+        if self._reviews is None:
+            raise ContentBlocked(f"The request was refused by the rule {rule!r}.", param="messages")
+        ticket = await self._reviews.hold(self._held(rule, "input", messages, record, release))
+        record.ticket = ticket.id
+        if ticket.status == "pending":
+            raise ReviewRequired(
+                f"The rule {rule!r} wants a human to look at this first: ticket {ticket.id}. Once it is approved "
+                f"(GET /v1/reviews/{ticket.id}), send the same request again."
+            )
+        if ticket.status == "rejected":
+            raise ContentBlocked(f"The request was refused by a reviewer: ticket {ticket.id}.", param="messages")
+
+    def _held(self, rule: str, stage: Stage, messages: tuple[Message, ...], record: Record, release: Release) -> Held:
+        policy = f"{release.policy} v{self._config.policies[release.policy].version}"
+        return Held(
+            tenant=record.tenant, release=record.release, policy=policy, rule=rule, stage=stage, messages=messages
+        )
+
+    def _holder(self, messages: tuple[Message, ...], record: Record, release: Release) -> stream.Hold | None:
+        """Keeps an answer for a human."""
+        reviews = self._reviews
+        if reviews is None:
+            return None
+
+        async def hold(rule: str, answer: str, last: Delta) -> Kept:
+            held = self._held(rule, "output", messages, record, release)
+            held = msgspec.structs.replace(held, answer=answer, finish_reason=last.finish_reason, usage=last.usage)
+            ticket = await reviews.hold(held)
+            return Kept(ticket.id, ticket.status == "approved")
+
+        return hold
 
     async def _vectors(self, reading: Reading) -> Vectors | None:
         """None where no encoder runs."""
@@ -369,6 +427,7 @@ class Pipeline:
         if wished is not None and wished.mode is not None and (config.bypass or wished.mode == "all"):
             mode = wished.mode
         refused = call.use == "never" or (call.use == "none" and config.bypass)
+        refused = refused or call.body.tells_verdicts  # which are those of this very answer
         if config.mode == "off" or refused or call.body.choices > 1 or not exact.cacheable(mode, sampling):
             return None
         judge = self._routing.judge_id if verify else ""
@@ -379,6 +438,7 @@ class Pipeline:
 
     def _finish(self, delta: Delta, served: Served, record: Record) -> None:
         record.usage, record.finish_reason = delta.usage, delta.finish_reason or ""
+        record.ticket = delta.ticket or record.ticket
         if delta.usage is not None and served.tier:
             dollars = cost(delta.usage, self._config.tiers[served.tier].price)
             record.cost_dollars, record.saved_dollars = (0.0, dollars) if record.replayed else (dollars, 0.0)
@@ -413,6 +473,16 @@ class Pipeline:
     def models_for(self, authorization: str) -> list[str]:
         caller = self._tenants.identify(authorization)
         return [name for name in self.models() if caller.may_ask(name)]
+
+    async def review(self, authorization: str, ticket: str) -> JsonObject:
+        """What became of one. Counts as a request. Raises as `admit`, `NotFound`, `StoreUnavailable`."""
+        caller = await self.admit(authorization)
+        if self._reviews is None:
+            raise NotFound(f"There is no ticket {ticket!r}.")
+        try:
+            return told(await self._reviews.picked_up(ticket, caller))
+        except StoreAway as error:
+            raise StoreUnavailable("Tickets can't be read just now; try again.", retry_after_s=1.0) from error
 
     async def settled(self) -> None:
         """Returns when what was left for later has been done."""

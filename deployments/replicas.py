@@ -34,6 +34,7 @@ from gearshift.deployments.pipeline import Pipeline
 from gearshift.deployments.pool import EnginePool
 from gearshift.deployments.prober import Prober
 from gearshift.deployments.registry import Member, Ttft
+from gearshift.deployments.reviews import Reviews
 from gearshift.deployments.revisions import Revisions
 from gearshift.deployments.samples import SampleLog
 from gearshift.deployments.shadow import Shadows
@@ -275,6 +276,7 @@ class GatewayReplica:
             lambda: snapshot.current,
             self._encoder.embed_within(config.embedding.timeout_s) if config.embedding is not None else None,
             self._encoder.name,
+            Reviews(self._store, config.review.keep_s),
         )
         return Serving(revision, config, keys, pipeline)
 

@@ -33,9 +33,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """As `Link`, of a rule that scores a whole text; its action is to block."""
+    """As `Link`, of a rule that scores a whole text."""
 
     rule: Trained
+    action: Action = "block"
     fail: Fail = "closed"
     shadow: bool = False
     plain: bool = False
@@ -53,8 +54,8 @@ class Naming:
 
 
 class Chain:
-    """Block wins over redact, redact over allow; what is in the shadow wins over nothing. A rule that can't run blocks unless the
-    policy says otherwise: what was not checked has not passed."""
+    """Block wins over review, review over redact, redact over allow; what is in the shadow wins over nothing. A rule that can't
+    run blocks unless the policy says otherwise: what was not checked has not passed."""
 
     def __init__(
         self,
@@ -72,6 +73,13 @@ class Chain:
     def reads(self) -> bool:
         """Whether there is any rule."""
         return bool(self.links or self.judges or self.max_chars or self.namings)
+
+    @property
+    def rules(self) -> list[str]:
+        """The names of all."""
+        length = ["length"] if self.max_chars is not None else []
+        named = [link.rule.name for link in self.links] + [judge.rule.name for judge in self.judges]
+        return list(dict.fromkeys([*named, *(naming.kind for naming in self.namings), *length]))
 
     def check(self, text: str) -> Verdict:
         """By the rules that find places, in the text as it is: what an answer goes through, piece by piece."""
@@ -107,9 +115,10 @@ def decide(text: str, findings: Sequence[Finding]) -> Verdict:
     if any(finding.action == "block" for finding in binding):
         return Verdict("block", "", told)
     redacting = [finding for finding in binding if finding.action == "redact"]
-    if redacting:
-        return Verdict("redact", redact(text, redacting), told)
-    return Verdict("allow", text, told)
+    left = redact(text, redacting) if redacting else text
+    if any(finding.action == "review" for finding in binding):
+        return Verdict("review", left, told)
+    return Verdict("redact" if redacting else "allow", left, told)
 
 
 def _find(link: Link, text: str) -> Finding | None:
@@ -147,7 +156,7 @@ def _judge(judge: Judge, subject: Subject) -> Finding | None:
     if score is None:
         return _failed(judge.rule.name, judge.fail, judge.shadow, len(subject.text))
     if score >= judge.rule.threshold:
-        return Finding(judge.rule.name, "block", whole, score, judge.shadow, plain=plain)
+        return Finding(judge.rule.name, judge.action, whole, score, judge.shadow, plain=plain)
     return Finding(judge.rule.name, "allow", (), score, judge.shadow, plain=True) if plain else None
 
 
@@ -173,7 +182,7 @@ def make_chain(policy: Policy, stage: Stage, encoder: str = "") -> Chain:
     found = [rule for rule in rules if rule.rule not in (*TRAINED, *NAMED, "length")]
     links = [Link(make_rule(rule.rule, rule.terms, stage), rule.action, rule.fail, rule.shadow) for rule in found]
     judges = [
-        Judge(make_trained(rule, encoder), rule.fail, rule.shadow, rule.without_vector == "plain")
+        Judge(make_trained(rule, encoder), rule.action, rule.fail, rule.shadow, rule.without_vector == "plain")
         for rule in rules
         if rule.rule in TRAINED
     ]

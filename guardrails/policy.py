@@ -93,15 +93,14 @@ class Reading:
             verdict = self._chain.check_whole(subject)
             if verdict.findings:
                 verdicts.append(verdict)
-            checked.append(replace(message, content=verdict.text) if verdict.action == "redact" else message)
+            passed = verdict.action == "block" or verdict.text == message.content
+            checked.append(message if passed else replace(message, content=verdict.text))
         return tuple(checked), verdicts
 
     @property
     def rules(self) -> list[str]:
         """The names of all rules that read this."""
-        length = ["length"] if self._chain.max_chars is not None else []
-        named = [link.rule.name for link in self._chain.links] + [judge.rule.name for judge in self._chain.judges]
-        return list(dict.fromkeys([*named, *(naming.kind for naming in self._chain.namings), *length]))
+        return self._chain.rules
 
     def scores(self, vectors: Vectors | None = None) -> dict[str, float]:
         """What each trained rule makes of all that is judged, 0 to 1, whatever its threshold; without those that can't tell."""

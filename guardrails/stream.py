@@ -6,9 +6,10 @@ listed term. So most text waits for the end of its word and no longer.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import NamedTuple
 
 from gearshift.guardrails.chain import Chain, decide
 from gearshift.guardrails.verdict import Finding, Span, Verdict
@@ -85,28 +86,68 @@ def _before(finding: Finding, end: int) -> Finding | None:
     return replace(finding, spans=spans) if spans else None
 
 
+class Kept(NamedTuple):
+    """What became of an answer that a human is to look at."""
+
+    ticket: str
+    approved: bool
+
+
+Hold = Callable[[str, str, Delta], Awaitable[Kept]]
+"""Rule, answer, and its last piece."""
+
+
 async def watch(
-    deltas: AsyncGenerator[Delta, None], chain: Chain, note: Callable[[Verdict], None]
+    deltas: AsyncGenerator[Delta, None], chain: Chain, note: Callable[[Verdict], None], hold: Hold | None = None
 ) -> AsyncGenerator[Delta, None]:
-    """Passes on what the chain allows. A block ends the stream with `content_filter`, and closes what is below."""
-    window = Window(chain)
+    """Passes on what the chain allows. A block ends the stream with `content_filter`, and closes what is below. What a human has
+    to look at is held back to its end, together with all that follows; without `hold` it is blocked."""
+    window, answer, rule = Window(chain), Answer(), ""
     async with aclosing(deltas):
         async for delta in deltas:
-            verdict = window.push(delta.text)
-            text = verdict.text
-            if delta.finish_reason and verdict.action != "block":
-                rest = window.flush()
-                text += rest.text
-                if rest.findings:
-                    note(rest)
-                verdict = rest if rest.action == "block" else verdict
-            if verdict.findings:
-                note(verdict)
-            if verdict.action == "block":
-                yield Delta(text, "content_filter", delta.usage)
-                return
-            if text or delta.finish_reason:
+            first = window.push(delta.text)
+            if not (first.findings or delta.finish_reason or rule):  # nearly all of them
+                answer.add(first.text)
                 if not chain.links:  # nothing is ever held back: text and tokens go together
                     yield delta
-                else:
-                    yield Delta(text, delta.finish_reason, delta.usage)
+                elif first.text:
+                    yield Delta(first.text)
+                continue
+            verdicts = [first]
+            if delta.finish_reason and first.action != "block":
+                verdicts.append(window.flush())
+            for verdict in verdicts:
+                if verdict.findings:
+                    note(verdict)
+            text = "".join(verdict.text for verdict in verdicts)
+            actions = {verdict.action: verdict.rule for verdict in verdicts}
+            if "block" in actions or ("review" in actions and hold is None):
+                yield Delta("" if rule else text, "content_filter", delta.usage)
+                return
+            rule = rule or actions.get("review", "")
+            answer.add(text, waits=bool(rule))
+            if not rule:
+                if text or delta.finish_reason:
+                    yield Delta(text, delta.finish_reason, delta.usage) if chain.links else delta
+            elif delta.finish_reason and hold is not None:
+                yield answer.end(delta, await hold(rule, answer.text, delta))
+
+
+class Answer:
+    """What was let go of, and what waits for a human."""
+
+    def __init__(self) -> None:
+        self._passed: list[str] = []
+        self._waiting: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join((*self._passed, *self._waiting))
+
+    def add(self, text: str, waits: bool = False) -> None:
+        (self._waiting if waits else self._passed).append(text)
+
+    def end(self, last: Delta, kept: Kept) -> Delta:
+        if kept.approved:
+            return Delta("".join(self._waiting), last.finish_reason, last.usage)
+        return Delta("", "content_filter", last.usage, ticket=kept.ticket)

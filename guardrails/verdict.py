@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Stage = Literal["input", "output"]
-Action = Literal["allow", "redact", "block"]
+Action = Literal["allow", "redact", "review", "block"]
 Fail = Literal["closed", "open"]
 
 
@@ -46,7 +46,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The decision on one text. `text` is what may go on: the original, the redacted, or nothing when blocked."""
+    """The decision on one text. `text` is what may go on: the original, the redacted, or nothing when blocked; with `review`,
+    once a human has agreed."""
 
     action: Action
     text: str
@@ -54,7 +55,7 @@ class Verdict:
 
     @property
     def decided_by(self) -> Finding | None:
-        """The first rule that blocked, else the first that redacted."""
+        """The first rule that did what was decided."""
         return next((each for each in self.findings if each.action == self.action and not each.shadow), None)
 
     @property

@@ -146,7 +146,8 @@ def completion(identity: Identity, bodies: Sequence[Prompted], answers: Sequence
         sum(each.completion_tokens for each in usages) * bool(bodies[0].max_tokens != 0),
         sum(each.cached_tokens for each in usages),
     )
-    return _json(_head(identity) | {"choices": choices, "usage": usage_object(usage)})
+    told = identity.moderation([delta.ticket for deltas in answers for delta in deltas if delta.ticket])
+    return _json(_head(identity) | {"choices": choices, "usage": usage_object(usage)} | told)
 
 
 def _without_answer(body: Prompted, deltas: list[Delta]) -> list[Delta]:

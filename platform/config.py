@@ -209,7 +209,8 @@ class Rule(Section):
     ]  # fmt: skip
     stages: Annotated[list[Literal["input", "output"]], Field(min_length=1)] = ["input", "output"]
     """What is read: what is asked, or the answer while it comes. Rules that need whole texts read what is asked."""
-    action: Literal["redact", "block"] = "redact"
+    action: Literal["redact", "review", "block"] = "redact"
+    """review: a human decides; until then the question waits, or the answer from the place on where it was found."""
     fail: Literal["closed", "open"] = "closed"
     """When the rule can't run: as if it had something to say, or as if it had nothing; either is counted as what it is."""
     shadow: bool = False
@@ -240,8 +241,10 @@ class Rule(Section):
             raise ValueError("terms: the blocklist needs some, and no other rule takes any")
         if (self.rule == "length") != (self.max_chars is not None):
             raise ValueError("max_chars: the rule length needs it, and no other rule takes it")
-        if self.rule in (*TRAINED, "length") and (self.stages != ["input"] or self.action != "block"):
-            raise ValueError(f"{self.rule} judges a whole text: stages: [input] and action: block is all it can do")
+        if self.rule in (*TRAINED, "length") and (self.stages != ["input"] or self.action == "redact"):
+            raise ValueError(f"{self.rule} judges a whole text: stages: [input], and action: block or review")
+        if self.rule == "length" and self.action != "block":
+            raise ValueError("length: action: block is all it can do")
         if self.rule in NAMED and self.stages != ["input"]:
             raise ValueError(f"{self.rule} needs whole sentences: stages: [input] is all it can do")
         theirs = (self.threshold, self.classifier, self.without_vector)
@@ -255,6 +258,14 @@ class Rule(Section):
 class Policy(Section):
     version: Count = 1
     rules: list[Rule] = []
+
+
+class Review(Section):
+    """What waits for a human (`action: review`)."""
+
+    keep_s: Seconds = 7 * 24 * 3600.0
+    """From when it is opened; then it is as if it had never been. What it is about is kept so long, without what the other rules
+    take out."""
 
 
 class SamplingDefaults(Section):
@@ -633,6 +644,7 @@ class Config(Section):
     models: Annotated[dict[Name, Model], Field(min_length=1)]
     prompts: dict[Name, Prompt]
     policies: dict[Name, Policy]
+    review: Review = Review()
     releases: Annotated[dict[Name, Release], Field(min_length=1)]
     experiments: dict[Name, Experiment] = {}
     tiers: Annotated[dict[Name, Tier], Field(min_length=1)]

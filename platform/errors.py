@@ -49,6 +49,12 @@ class ContentBlocked(InvalidRequest):
     code = "content_filter"
 
 
+class ReviewRequired(GearshiftError):
+    """A human has to look at it first; the message names the ticket."""
+
+    status, type, code = 403, "invalid_request_error", "review_required"
+
+
 class GuardrailAway(GearshiftError):
     """A guardrail that must not be skipped could not run, for a while."""
 

@@ -6,7 +6,7 @@ A field that we do not serve yet is an error that names it, unless its value ask
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -36,7 +36,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "moderation": (),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -87,6 +86,22 @@ class WireMessage(_Wire):
             content = "".join(part.text for part in content)
         role: Role = self.role
         return Message(role, content or "", self.name)
+
+
+class ModerationMode(_Wire):
+    mode: Literal["score", "block"]
+
+
+class ModerationPolicy(_Wire):
+    input: ModerationMode | None = None
+    output: ModerationMode | None = None
+
+
+class ModerationWish(_Wire):
+    """To be told what the guardrails said. What they do is up to the policy of the release, whatever is wished for here."""
+
+    model: str
+    policy: ModerationPolicy | None = None
 
 
 class StreamOptions(_Wire):
@@ -197,6 +212,11 @@ class Generation(_Wire):
         return self.n or 1
 
     @property
+    def tells_verdicts(self) -> bool:
+        """Whether the answer is to say what the guardrails said."""
+        return False
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -221,6 +241,7 @@ class ChatRequest(Generation):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    moderation: ModerationWish | None = None
 
     @model_validator(mode="after")
     def _top_of_something(self) -> Self:
@@ -239,6 +260,10 @@ class ChatRequest(Generation):
     @property
     def wished_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def tells_verdicts(self) -> bool:
+        return self.moderation is not None
 
 
 def parse_as(kind: type[Body], body: bytes) -> Body:
@@ -295,6 +320,14 @@ class Identity(msgspec.Struct, frozen=True):
     model: str
     system_fingerprint: str
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
+    verdicts: Callable[[], JsonObject] | None = None
+    """OpenAI's `moderation`, when all has been said; None where nobody asked for it."""
+
+    def moderation(self, tickets: Sequence[str]) -> JsonObject:
+        """What is told at the end of an answer; tickets: of reviews that its choices wait for."""
+        told = self.verdicts() if self.verdicts is not None else {}
+        told |= {"tickets": list(tickets)} if any(tickets) else {}
+        return {"moderation": told} if told else {}
 
 
 def _choice(index: int, deltas: list[Delta]) -> JsonObject:
@@ -336,6 +369,7 @@ def completion(identity: Identity, deltas: Sequence[Delta]) -> bytes:
             "usage": usage_object(usage),
             "system_fingerprint": identity.system_fingerprint,
         }
+        | identity.moderation([delta.ticket for delta in deltas if delta.ticket])
     )
 
 
@@ -352,6 +386,8 @@ class ChunkWriter:
             "model": identity.model,
             "system_fingerprint": identity.system_fingerprint,
         }
+        self._identity = identity
+        self._tickets: list[str] = []
         self._head = b"data: " + _json(head)[:-1]
         self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self._include_usage = include_usage
@@ -368,6 +404,7 @@ class ChunkWriter:
             self._started.add(delta.choice)
         if delta.finish_reason:
             self._running -= 1
+            self._tickets += [delta.ticket] if delta.ticket else []
             parts.append(self._chunk(delta.choice, {}, delta.finish_reason))
             if self._include_usage and not self._running:
                 usage = usage_object(delta.usage or Usage(0, 0))
@@ -379,7 +416,9 @@ class ChunkWriter:
     ) -> bytes:
         logprobs = logprobs_object(scored)
         choice = {"index": index, "delta": fields, "logprobs": logprobs, "finish_reason": finish_reason}
-        return b'%b,"choices":[%b]%b' % (self._head, _json(choice), self._tail)
+        told = self._identity.moderation(self._tickets) if finish_reason and not self._running else {}
+        more = b"," + _json(told)[1:-1] if told else b""
+        return b'%b,"choices":[%b]%b%b' % (self._head, _json(choice), more, self._tail)
 
 
 def error_event(body: JsonObject) -> bytes:

@@ -122,6 +122,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     """This is the prompt."""
     ids: tuple[int, ...] = ()
     """Of its tokens; none from a server that does not tell."""
+    ticket: str = ""
+    """Of a human's review, for which the rest of the answer waits."""
 
 
 @dataclass(frozen=True, slots=True)

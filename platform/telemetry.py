@@ -215,6 +215,8 @@ class Record:
     """Or hit, miss; semantic: of a question that asks the same; shared: with a request that was answered at the same time."""
     stream: bool = False
     verdicts: list[VerdictNote] = field(default_factory=list)
+    ticket: str = ""
+    """Of a human's review, for which the question or the answer waits, or waited."""
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
     usage: Usage | None = None
     cost_dollars: float = 0.0

@@ -75,6 +75,7 @@ class Published(msgspec.Struct, frozen=True, array_like=True):
     outcome: Outcome = ""
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    ticket: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -109,7 +110,7 @@ class Flight:
     def seen(self) -> Published:
         last = self.deltas[-1] if self.deltas else Delta("")
         pieces = tuple(delta.text for delta in self.deltas if delta.text)
-        return Published(pieces, self.outcome, last.finish_reason, last.usage)
+        return Published(pieces, self.outcome, last.finish_reason, last.usage, last.ticket)
 
 
 class Passed:
@@ -397,7 +398,7 @@ class Flights:
         for piece in seen.pieces[len(flight.deltas) :]:
             flight.add(Delta(piece))
         if seen.outcome == "ended" and seen.finish_reason is not None:
-            flight.add(Delta("", seen.finish_reason, seen.usage))
+            flight.add(Delta("", seen.finish_reason, seen.usage, ticket=seen.ticket))
 
     async def settled(self) -> None:
         """Returns when what ended flights left for later has been done."""
@@ -417,6 +418,6 @@ class Flights:
 def _marked(delta: Delta) -> Delta:
     """As one that was generated for somebody else: its usage says that the prompt came from a cache."""
     if delta.usage is None:
-        return Delta(delta.text, delta.finish_reason)
+        return Delta(delta.text, delta.finish_reason, ticket=delta.ticket)
     usage = Usage(delta.usage.prompt_tokens, delta.usage.completion_tokens, cached_tokens=delta.usage.prompt_tokens)
-    return Delta(delta.text, delta.finish_reason, usage)
+    return Delta(delta.text, delta.finish_reason, usage, ticket=delta.ticket)

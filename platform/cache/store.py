@@ -109,6 +109,10 @@ class Store:
         value: bytes | None = await self._call("LINDEX", key, 0)
         return value
 
+    async def list_last(self, key: str) -> bytes | None:
+        value: bytes | None = await self._call("LINDEX", key, -1)
+        return value
+
     async def list_all(self, key: str) -> list[bytes]:
         found: list[bytes] = await self._call("LRANGE", key, 0, -1)
         return found

@@ -15,6 +15,7 @@ import uvicorn
 from gearshift.deployments.gateway import create_app
 from gearshift.deployments.pipeline import Embed, Name, Pipeline
 from gearshift.deployments.replicas import QuietServer, shared_socket
+from gearshift.deployments.reviews import Reviews
 from gearshift.deployments.samples import SampleLog
 from gearshift.deployments.shadow import Shadows
 from gearshift.platform import config_file
@@ -93,6 +94,7 @@ def serve(store: Store, anyio_backend: str) -> Serve:
             lambda: snapshot[-1],
             embed,
             name,
+            Reviews(store, 60),
         )
         token = "sesame" if config.telemetry.metrics_token_env else None
         samples = SampleLog(store, config)

@@ -81,7 +81,8 @@ def config(port: int, admin_port: int, folder: Path) -> Path:
     raw["models"]["smollm2-135m"]["prompt_cache"] = {}
     raw["prompts"]["pirate"] = {"system": "You are a pirate. Answer like a pirate."}
     raw["releases"]["smollm2-v2"] = {**raw["releases"]["smollm2-v1"], "prompt": "pirate"}
-    raw["policies"]["private"] = {"rules": [{"rule": "person"}, {"rule": "location", "action": "block"}]}
+    nightfall = {"rule": "blocklist", "action": "review", "terms": ["project nightfall"], "stages": ["input"]}
+    raw["policies"]["private"] = {"rules": [{"rule": "person"}, {"rule": "location", "action": "block"}, nightfall]}
     raw["releases"]["private"] = {**raw["releases"]["smollm2-v1"], "policy": "private"}
     raw["experiments"] = {"voice": {"arms": {"smollm2-v1": 1, "smollm2-v2": 0}}}
     raw["tiers"] = {
@@ -369,11 +370,27 @@ def test_an_attack_is_refused_and_the_encoder_is_asked_where_words_leave_a_doubt
 
 def test_names_are_taken_out_by_the_encoders_process_and_places_refused(served: Served) -> None:
     told = served.client.moderations.create(model="private", input="My name is Johanna Berger.").results[0]
-    assert told.to_dict()["categories"] == {"person": True, "location": False}
+    assert told.to_dict()["categories"] == {"blocklist": False, "person": True, "location": False}
     asked(served, "private", "My name is Johanna Berger. Who am I?")
     with pytest.raises(openai.BadRequestError) as caught:
         asked(served, "private", "I live at 12 Harbour Street, Bristol.")
     assert (caught.value.code, "location" in str(caught.value)) == ("content_filter", True)
+
+
+def test_what_waits_for_a_human_is_approved_on_the_command_line(served: Served) -> None:
+    def review(*words: str) -> str:
+        command = [sys.executable, "-m", "gearshift", "review", *words, "--admin-url", served.admin_url]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    with pytest.raises(openai.PermissionDeniedError) as caught:
+        asked(served, "private", "Tell me about project nightfall.")
+    ticket = caught.value.response.headers["x-gearshift-ticket"]
+    assert [each["id"] for each in json.loads(review("list", "--json"))] == [ticket]
+    assert "project nightfall" in review("show", ticket)
+    assert review("approve", ticket, "--why", "it is public").strip() == f"{ticket}: approved"
+    asked(served, "private", "Tell me about project nightfall.")
+    assert "Nothing waits" in review("list")
+    assert [each["what"] for each in json.loads(review("log", "--json"))["entries"]] == ["opened", "approved"]
 
 
 def test_the_weights_of_an_experiment_move_on_all_gateways(served: Served) -> None:
