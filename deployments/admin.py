@@ -23,6 +23,7 @@ from gearshift.deployments.admin_review import review_routes
 from gearshift.deployments.autoscale import load_of
 from gearshift.deployments.control import SnapshotBoard
 from gearshift.deployments.files import check_files
+from gearshift.deployments.marks import marks_of
 from gearshift.deployments.plan import instances_of, plan
 from gearshift.deployments.replicas import Place
 from gearshift.deployments.reviews import Reviews
@@ -211,6 +212,7 @@ def create_admin_app(
         if planned.empty:
             raise InvalidRequest("Nothing would change.")
         check_files(new)
+        marks_of(new)
         based_on = based_on or (await revisions.head()).serving
         return _revision(await revisions.begin(new, based_on, who, why, kind, of))
 

@@ -27,6 +27,7 @@ from gearshift.deployments import (
     cli_review,
     cli_revision,
     cli_router,
+    cli_watermark,
     client,
 )
 from gearshift.deployments.cli_experiment import DEFAULT_ADMIN_URL, who
@@ -54,6 +55,7 @@ for name, sub in {
     "router": cli_router.app,
     "guardrails": cli_guard.app,
     "review": cli_review.app,
+    "watermark": cli_watermark.app,
     "eval": cli_eval.app,
     "bench": cli_bench.app,
 }.items():

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from gearshift.deployments.files import check_files
+from gearshift.deployments.marks import marks_of
 from gearshift.platform.config import Config
 from gearshift.platform.errors import ConfigError
 from gearshift.platform.weights import source
@@ -25,10 +26,11 @@ def check_environment(config: Config, joins: bool = False) -> None:
     wanted += [(f"evaluation.webhooks.{n}.secret_env", w.secret_env) for n, w in enumerate(config.evaluation.webhooks)]
     semantic = config.cache.semantic
     wanted += [("cache.semantic.api_key_env", semantic.api_key_env)] if semantic is not None else []
-    try:
-        check_files(config)
-    except ConfigError as error:
-        problems += error.problems
+    for check in (check_files, marks_of):
+        try:
+            check(config)
+        except ConfigError as error:
+            problems += error.problems
     problems += [
         f"{path}: {env} is not set in the environment" for path, env in wanted if env and env not in os.environ
     ]

@@ -71,6 +71,7 @@ def fingerprint(config: Config, release: str, revisions: Mapping[str, str]) -> s
         sorted(model.model_dump(mode="json", exclude=set(HARMLESS_MODEL)).items()),
         config.prompts[pinned.prompt].model_dump(),
         config.policies[pinned.policy].model_dump(),
+        pinned.watermark.model_dump() if pinned.watermark is not None else None,
     ]
     return "fp_" + hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 

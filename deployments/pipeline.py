@@ -16,6 +16,7 @@ from gearshift.deployments.call import Call, Candidate, Ticket, cost, estimate_p
 from gearshift.deployments.cascade import Again, GivenUp, second_sample, verified
 from gearshift.deployments.choices import of_choice, several
 from gearshift.deployments.identity import fingerprint, question
+from gearshift.deployments.marks import marks_of
 from gearshift.deployments.moderations import ModerationBody, messages, moderation, result, verdicts_object
 from gearshift.deployments.reviews import Reviews, told
 from gearshift.deployments.routing import Routing
@@ -97,6 +98,7 @@ class Pipeline:
         self._routing = Routing(config, engines, snapshot)
         self._policies: dict[str, CompiledPolicy] = compile_policies(config, embed is not None)
         self.fingerprints = {name: fingerprint(config, name, revisions) for name in config.releases}
+        self._marks = marks_of(config)
         self.inflight = 0
         self.hidden = 0
         """Requests beside those of clients, such as to arms in the shadow."""
@@ -168,7 +170,9 @@ class Pipeline:
         release = self._config.releases[served.release]
         policy = self._policies[release.policy]
         record.tier, record.release, record.exposure = served.tier, served.release, served.exposure
-        sampling = record.sampling = call.body.sampling(release.sampling)
+        sampling = record.sampling = replace(
+            call.body.sampling(release.sampling), watermark=self._marks[served.release]
+        )
         with record.step("guard_input"):
             _check_readable(policy, release.policy, call.body)
             messages = await self._guard_input(policy, call.body.turns, record, release)

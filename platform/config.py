@@ -279,6 +279,18 @@ class SamplingDefaults(Section):
 CacheMode = Literal["off", "deterministic", "all"]
 
 
+class WatermarkSettings(Section):
+    """Raises the chances of tokens that a secret picks, so that `gearshift watermark detect` knows the release's answers
+    again."""
+
+    key_env: str
+    """Environment variable with the secret, on every node; who knows it can forge the mark. Any text of 16 characters or more."""
+    strength: Annotated[float, Field(gt=0, le=10)] = 2.0
+    """Added to the logits of picked tokens: more is found in shorter texts, and changes answers more."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Of the vocabulary that is picked, anew for each token."""
+
+
 class Release(Section):
     """What is cached, tested, compared and rolled back: model x prompt x policy x sampling defaults, all pinned."""
 
@@ -288,6 +300,8 @@ class Release(Section):
     sampling: SamplingDefaults = SamplingDefaults()
     cache: CacheMode | None = None
     """In the place of `cache.mode`, where that is not off."""
+    watermark: WatermarkSettings | None = None
+    """Of all its answers; none unless set. Only where the model runs here."""
 
 
 Measure = Literal[

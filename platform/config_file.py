@@ -177,6 +177,12 @@ def _cross_check(config: Config) -> Iterator[Problem]:
         yield from _known(("releases", name, "model"), release.model, config.models)
         yield from _known(("releases", name, "prompt"), release.prompt, config.prompts)
         yield from _known(("releases", name, "policy"), release.policy, config.policies)
+        served = config.models.get(release.model)
+        if release.watermark is not None and served is not None and served.source is None:
+            yield (
+                ("releases", name, "watermark"),
+                f"{release.model} does not run here, and what it says can't be marked",
+            )
         if name in config.tiers or name == AUTO:
             yield ("releases", name), "is also the name of a tier; a client asks for either by name"
     for name, experiment in config.experiments.items():

@@ -21,6 +21,17 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Watermark:
+    """By which an answer is known again. strength: added to the logits of green tokens. share: of the vocabulary that is
+    green."""
+
+    key: int = field(repr=False)
+    """A secret."""
+    strength: float = 2.0
+    share: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. The defaults leave the model's distribution as it is.
 
@@ -49,6 +60,8 @@ class SamplingParams:
     """Also tell each token with its log-probability and those of so many likeliest ones; None for nothing of it."""
     echo: bool = False
     """Begin with the prompt; with `logprobs` its tokens are told too."""
+    watermark: Watermark | None = None
+    """Of the release, never of a request."""
 
     @property
     def deterministic(self) -> bool:

@@ -140,7 +140,7 @@ def scores(logits: Tensor, ids: list[int], most: int) -> list[Scores]:
 
 def takes_best(params: SamplingParams) -> bool:
     penalized = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    return params.temperature == 0 and not penalized
+    return params.temperature == 0 and not penalized and params.watermark is None
 
 
 class Loaded:

@@ -1,6 +1,6 @@
 """From logits to the next token. Every filter is a pure function of a 1-D tensor, so that it can be read and tested alone.
 
-Order, as vLLM and transformers have it: penalties, temperature, top-k, top-p, min-p, draw.
+Order, as vLLM and transformers have it: penalties, watermark, temperature, top-k, top-p, min-p, draw.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gearshift.platform.engine.watermark import marked
 from gearshift.platform.request import SamplingParams
 
 
@@ -83,6 +84,8 @@ def sample(logits: Tensor, params: SamplingParams, prompt: Sequence[int], output
     """The next token of one request. `seed` is the request's, or one drawn for it when it gave none. logits: [vocab]."""
     if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
         logits = penalize(logits, params, prompt, output)
+    if params.watermark is not None:
+        logits = marked(logits, params.watermark, output[-1] if output else prompt[-1])
     if params.temperature == 0:
         return int(logits.argmax())
     return draw(distribution(logits, params), uniform(seed, len(output)))
