@@ -383,7 +383,9 @@ class Exchange:
             id=self._record.request_id.replace("req_", self._dialect.prefix),
             model=self._record.release,
             system_fingerprint=self._pipeline.fingerprints[self._record.release],
-            verdicts=partial(self._pipeline.verdicts, self._record) if self._calls[0].body.tells_verdicts else None,
+            verdicts=partial(self._pipeline.guards.verdicts, self._record)
+            if self._calls[0].body.tells_verdicts
+            else None,
         )
 
     async def _stream(self, writer: Writer, first: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:

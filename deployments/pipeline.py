@@ -3,9 +3,8 @@ ARCHITECTURE.md. Closing the generator at any step aborts everything below it.""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,57 +14,37 @@ import msgspec
 from gearshift.deployments.call import Call, Candidate, Ticket, cost, estimate_prompt, estimate_tokens, query_of
 from gearshift.deployments.cascade import Again, GivenUp, second_sample, verified
 from gearshift.deployments.choices import of_choice, several
+from gearshift.deployments.guards import Embed, Guards, Name, noter
 from gearshift.deployments.identity import fingerprint, question
 from gearshift.deployments.marks import marks_of
-from gearshift.deployments.moderations import ModerationBody, messages, moderation, result, verdicts_object
-from gearshift.deployments.reviews import Reviews, told
+from gearshift.deployments.moderations import ModerationBody
+from gearshift.deployments.reviews import Reviews
 from gearshift.deployments.routing import Routing
 from gearshift.guardrails import stream
-from gearshift.guardrails.policy import CompiledPolicy, Reading, compile_policies
-from gearshift.guardrails.review import Held
-from gearshift.guardrails.stream import Kept
-from gearshift.guardrails.subject import Entities, Vectors
-from gearshift.guardrails.tagger import Entity
-from gearshift.guardrails.verdict import Stage, Verdict
 from gearshift.platform import telemetry
 from gearshift.platform.cache import exact
 from gearshift.platform.cache.ahead import Early
 from gearshift.platform.cache.exact import Answer, Question
 from gearshift.platform.cache.flight import Flight, Flights, Part
 from gearshift.platform.cache.limits import RateLimits
-from gearshift.platform.cache.store import StoreAway
 from gearshift.platform.config import AUTO, Config, Release
 from gearshift.platform.engine.protocol import Engine, Starting
 from gearshift.platform.errors import (
-    ContentBlocked,
     EngineUnavailable,
     GearshiftError,
-    GuardrailAway,
-    InvalidRequest,
     ModelNotFound,
-    NotFound,
     Overloaded,
-    ReviewRequired,
     ShuttingDown,
-    StoreUnavailable,
     UpstreamError,
 )
-from gearshift.platform.openai import Generation
 from gearshift.platform.prompts.assemble import assemble
 from gearshift.platform.request import Delta, JsonObject, Message, Request, SamplingParams, Usage
-from gearshift.platform.telemetry import AttemptNote, Record, VerdictNote
+from gearshift.platform.telemetry import AttemptNote, Record
 from gearshift.platform.tenants import Caller, Tenants
 from gearshift.router.answers import Attempt, agreement
 from gearshift.router.arms import Served, Snapshot, in_shadow, release_of
 from gearshift.router.features import Query
 from gearshift.router.router import Judgement
-
-Embed = Callable[[str, float | None], Awaitable[tuple[float, ...]]]
-"""A text's vector, or an empty one where it does not come in so many seconds, or in `embedding.timeout_s`. The semantic cache
-asks the encoder for the same one, which it remembers."""
-
-Name = Callable[[str, float], Awaitable[Sequence[Entity] | None]]
-"""What a text names; None where that does not come in so many seconds."""
 
 
 class Pipeline:
@@ -84,11 +63,9 @@ class Pipeline:
         reviews: Reviews | None = None,
     ) -> None:
         """embed: for a router and guardrails that look at vectors; without it, they do without. name: for guardrails. reviews:
-        where what a human has to look at is held; without it, it is blocked."""
+        as of `Guards`."""
         self._config = config
         self._embed = embed
-        self._name = name
-        self._reviews = reviews
         self._engines = engines
         self._starting = {name: engine for name, engine in engines.items() if isinstance(engine, Starting)}
         self._limits = limits
@@ -96,7 +73,7 @@ class Pipeline:
         self._snapshot = snapshot
         self._tenants = Tenants(config.tenants)
         self._routing = Routing(config, engines, snapshot)
-        self._policies: dict[str, CompiledPolicy] = compile_policies(config, embed is not None)
+        self.guards = Guards(config, embed, name, reviews)
         self.fingerprints = {name: fingerprint(config, name, revisions) for name in config.releases}
         self._marks = marks_of(config)
         self.inflight = 0
@@ -168,22 +145,19 @@ class Pipeline:
         """One release's answer: from the cache, or from its engine through the guardrails."""
         served, verify = candidate.served, candidate.verify
         release = self._config.releases[served.release]
-        policy = self._policies[release.policy]
         record.tier, record.release, record.exposure = served.tier, served.release, served.exposure
         sampling = record.sampling = replace(
             call.body.sampling(release.sampling), watermark=self._marks[served.release]
         )
         with record.step("guard_input"):
-            _check_readable(policy, release.policy, call.body)
-            messages = await self._guard_input(policy, call.body.turns, record, release)
+            messages = await self.guards.check(release, call.body, record)
         if not call.body.raw:  # what is only continued has no turns, and no place for the release's prompt
             with record.step("assemble"):
                 prompt = self._config.prompts[release.prompt]
                 record.prompt = release.prompt, prompt.version
                 messages = assemble(prompt, messages)
         asked = self._question(call, served.release, messages, sampling, verify is not None, record)
-        hold = self._holder(messages, record, release)
-        generate = partial(self._generate, call, release.model, policy, messages, sampling, verify, record, hold)
+        generate = partial(self._generate, call, release, messages, sampling, verify, record)
         found = await self._look_up(asked, call, record, early)
         if isinstance(found, Answer):  # it passed the output guardrails of this very policy before it was stored
             deltas = found.deltas() if call.body.stream else [found.whole()]
@@ -230,16 +204,15 @@ class Pipeline:
     def _generate(
         self,
         call: Call,
-        model: str,
-        policy: CompiledPolicy,
+        release: Release,
         messages: tuple[Message, ...],
         sampling: SamplingParams,
         verify: Query | None,
         record: Record,
-        hold: stream.Hold | None,
     ) -> AsyncGenerator[Delta, None]:
         """What the engine writes and the guardrails let through, of as many answers as are asked for."""
-        note = _noter(record, "output")
+        chain, note = self.guards.output(release), noter(record, "output")
+        hold = self.guards.holder(messages, record, release)
         salt, trace = call.body.cache_salt or "", dict(call.trace)
 
         def ask(choice: int, wished: SamplingParams) -> AsyncGenerator[Delta, None]:
@@ -256,17 +229,17 @@ class Pipeline:
                 prompt=prompt,
                 session=call.body.prompt_cache_key or "",
             )
-            return self._engines[model].generate(request)
+            return self._engines[release.model].generate(request)
 
         if verify is not None:
             asked = _timed(ask(0, replace(sampling, certainty=True)), record)
             judged = self._verified(call, verify, asked, second_sample(ask, sampling), record)
-            return stream.watch(judged, policy.output, note, hold)
+            return stream.watch(judged, chain, note, hold)
         if call.body.choices == 1:
-            return stream.watch(_timed(ask(0, sampling), record), policy.output, note, hold)
+            return stream.watch(_timed(ask(0, sampling), record), chain, note, hold)
 
         def begin(choice: int) -> AsyncGenerator[Delta, None]:
-            return stream.watch(ask(choice, of_choice(sampling, choice)), policy.output, note, hold)
+            return stream.watch(ask(choice, of_choice(sampling, choice)), chain, note, hold)
 
         begins = [partial(begin, choice) for choice in range(call.body.choices)]
         return _timed(several(begins), record)
@@ -288,15 +261,6 @@ class Pipeline:
             return judgement
 
         return verified(deltas, judge, cascade.window_tokens if call.body.stream else None)
-
-    def verdicts(self, record: Record) -> JsonObject:
-        """What the guardrails made of a request and its answer, as OpenAI tells it."""
-        name = self._config.releases[record.release].policy
-        policy = self._policies[name]
-        notes = [(note.stage, note.rule, note.action) for note in record.verdicts]
-        return verdicts_object(
-            f"{name} v{self._config.policies[name].version}", policy.input.rules, policy.output.rules, notes
-        )
 
     def stage(self, release: str | None = None) -> str:
         """What is waited for before the model of a release, or any model, answers; empty when it does."""
@@ -343,79 +307,6 @@ class Pipeline:
             raise ModelNotFound(f"There is no model {model!r}; there are: {known}.", param="model")
         caller.require(model)
 
-    async def _guard_input(
-        self, policy: CompiledPolicy, messages: tuple[Message, ...], record: Record, release: Release
-    ) -> tuple[Message, ...]:
-        found = policy.known(messages)
-        if found is None:
-            reading = policy.reading(messages)
-            found = reading.check(await self._vectors(reading), await self._entities(reading))
-            policy.remember(messages, found)
-        checked, verdicts = found
-        for verdict in verdicts:
-            _noter(record, "input")(verdict)
-        deciding = [verdict.decided_by for verdict in verdicts if verdict.action == "block"]
-        blocked = min((each for each in deciding if each), key=lambda finding: finding.failed, default=None)
-        if blocked is not None and blocked.failed:
-            raise GuardrailAway(f"The rule {blocked.rule!r} could not run, and nothing may pass without it; try again.")
-        if blocked is not None:
-            raise ContentBlocked(f"The request was refused by the rule {blocked.rule!r}.", param="messages")
-        waits = next((verdict.rule for verdict in verdicts if verdict.action == "review"), None)
-        if waits is not None:
-            await self._review(waits, checked, record, release)
-        return checked
-
-    async def _review(self, rule: str, messages: tuple[Message, ...], record: Record, release: Release) -> None:
-        """Returns when a human has agreed. Raises `ReviewRequired`, `ContentBlocked`, `StoreUnavailable`."""
-        if self._reviews is None:
-            raise ContentBlocked(f"The request was refused by the rule {rule!r}.", param="messages")
-        ticket = await self._reviews.hold(self._held(rule, "input", messages, record, release))
-        record.ticket = ticket.id
-        if ticket.status == "pending":
-            raise ReviewRequired(
-                f"The rule {rule!r} wants a human to look at this first: ticket {ticket.id}. Once it is approved "
-                f"(GET /v1/reviews/{ticket.id}), send the same request again."
-            )
-        if ticket.status == "rejected":
-            raise ContentBlocked(f"The request was refused by a reviewer: ticket {ticket.id}.", param="messages")
-
-    def _held(self, rule: str, stage: Stage, messages: tuple[Message, ...], record: Record, release: Release) -> Held:
-        policy = f"{release.policy} v{self._config.policies[release.policy].version}"
-        return Held(
-            tenant=record.tenant, release=record.release, policy=policy, rule=rule, stage=stage, messages=messages
-        )
-
-    def _holder(self, messages: tuple[Message, ...], record: Record, release: Release) -> stream.Hold | None:
-        """Keeps an answer for a human."""
-        reviews = self._reviews
-        if reviews is None:
-            return None
-
-        async def hold(rule: str, answer: str, last: Delta) -> Kept:
-            held = self._held(rule, "output", messages, record, release)
-            held = msgspec.structs.replace(held, answer=answer, finish_reason=last.finish_reason, usage=last.usage)
-            ticket = await reviews.hold(held)
-            return Kept(ticket.id, ticket.status == "approved")
-
-        return hold
-
-    async def _vectors(self, reading: Reading) -> Vectors | None:
-        """None where no encoder runs."""
-        if self._embed is None:
-            return None
-        texts = reading.doubtful()
-        timeout_s = self._config.embedding.guard_timeout_s if self._config.embedding is not None else None
-        found = await asyncio.gather(*(self._embed(text, timeout_s) for text in texts))
-        return {text: vector or None for text, vector in zip(texts, found, strict=True)}
-
-    async def _entities(self, reading: Reading) -> Entities:
-        texts = reading.to_name()
-        if not texts or self._name is None or self._config.embedding is None:
-            return {}
-        timeout_s = self._config.embedding.guard_timeout_s
-        found = await asyncio.gather(*(self._name(text, timeout_s) for text in texts))
-        return dict(zip(texts, found, strict=True))
-
     def _question(
         self,
         call: Call,
@@ -458,10 +349,7 @@ class Pipeline:
         asked = next(iter(self._config.tiers)) if body.model is None else body.model
         self._require(caller, asked)
         release = asked if asked in self._config.releases else self._release_behind(asked)
-        name = self._config.releases[release].policy
-        readings = [self._policies[name].reading(messages(text)) for text in body.texts]
-        results = [result(reading, await self._vectors(reading), await self._entities(reading)) for reading in readings]
-        return moderation(f"{name} v{self._config.policies[name].version}", results)
+        return await self.guards.moderate(self._config.releases[release], body)
 
     def _release_behind(self, tier: str) -> str:
         """Of an experiment, the baseline; `auto` is the first tier."""
@@ -481,12 +369,7 @@ class Pipeline:
     async def review(self, authorization: str, ticket: str) -> JsonObject:
         """What became of one. Counts as a request. Raises as `admit`, `NotFound`, `StoreUnavailable`."""
         caller = await self.admit(authorization)
-        if self._reviews is None:
-            raise NotFound(f"There is no ticket {ticket!r}.")
-        try:
-            return told(await self._reviews.picked_up(ticket, caller))
-        except StoreAway as error:
-            raise StoreUnavailable("Tickets can't be read just now; try again.", retry_after_s=1.0) from error
+        return await self.guards.picked_up(ticket, caller)
 
     async def settled(self) -> None:
         """Returns when what was left for later has been done."""
@@ -508,29 +391,6 @@ async def _timed(deltas: AsyncGenerator[Delta, None], record: Record) -> AsyncGe
                     record.engine_ns += time.time_ns() - asked
                 record.engine_deltas += 1
                 yield delta
-
-
-def _check_readable(policy: CompiledPolicy, name: str, body: Generation) -> None:
-    """What guardrails can't read they can't pass."""
-    if body.token_ids is not None and policy.input.reads:
-        raise InvalidRequest(
-            f"The policy {name!r} reads what is asked; send the prompt as text, or ask a release whose policy has no input "
-            "rules.",
-            param="prompt",
-        )
-    if body.logprobs_wanted is not None and policy.output.links:
-        raise InvalidRequest(
-            f"The policy {name!r} reads answers, and log-probabilities would tell what it takes out of them; ask a release "
-            "whose policy has no output rules.",
-            param="logprobs",
-        )
-
-
-def _noter(record: Record, stage: Stage) -> Callable[[Verdict], None]:
-    def note(verdict: Verdict) -> None:
-        record.verdicts += [VerdictNote(stage, finding.told, finding.rule) for finding in verdict.findings]
-
-    return note
 
 
 def _used(record: Record) -> int:

@@ -13,7 +13,8 @@ import pytest
 import uvicorn
 
 from gearshift.deployments.gateway import create_app
-from gearshift.deployments.pipeline import Embed, Name, Pipeline
+from gearshift.deployments.guards import Embed, Name
+from gearshift.deployments.pipeline import Pipeline
 from gearshift.deployments.replicas import QuietServer, shared_socket
 from gearshift.deployments.reviews import Reviews
 from gearshift.deployments.samples import SampleLog
