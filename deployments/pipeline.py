@@ -147,7 +147,9 @@ class Pipeline:
         release = self._config.releases[served.release]
         record.tier, record.release, record.exposure = served.tier, served.release, served.exposure
         sampling = record.sampling = replace(
-            call.body.sampling(release.sampling), watermark=self._marks[served.release]
+            call.body.sampling(release.sampling),
+            watermark=self._marks[served.release],
+            banned=tuple(self._config.policies[release.policy].banned),
         )
         with record.step("guard_input"):
             messages = await self.guards.check(release, call.body, record)

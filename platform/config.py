@@ -258,6 +258,8 @@ class Rule(Section):
 class Policy(Section):
     version: Count = 1
     rules: list[Rule] = []
+    banned: list[Annotated[str, StringConstraints(min_length=2, max_length=200)]] = []
+    """What models that run here don't write: the token that would complete one, in whatever case, is not drawn."""
 
 
 class Review(Section):

@@ -178,6 +178,12 @@ def _cross_check(config: Config) -> Iterator[Problem]:
         yield from _known(("releases", name, "prompt"), release.prompt, config.prompts)
         yield from _known(("releases", name, "policy"), release.policy, config.policies)
         served = config.models.get(release.model)
+        rules = config.policies.get(release.policy)
+        if rules is not None and rules.banned and served is not None and served.source is None:
+            yield (
+                ("releases", name, "policy"),
+                f"{release.model} does not run here: {release.policy}.banned can't be held",
+            )
         if release.watermark is not None and served is not None and served.source is None:
             yield (
                 ("releases", name, "watermark"),

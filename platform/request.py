@@ -62,6 +62,8 @@ class SamplingParams:
     """Begin with the prompt; with `logprobs` its tokens are told too."""
     watermark: Watermark | None = None
     """Of the release, never of a request."""
+    banned: tuple[str, ...] = ()
+    """Of the release's policy: what the answer must not contain."""
 
     @property
     def deterministic(self) -> bool:

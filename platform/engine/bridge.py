@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from gearshift.platform.engine.banned import Banned
 from gearshift.platform.engine.core import EngineCore, Failure
 from gearshift.platform.engine.inbox import Inbox, read
 from gearshift.platform.engine.prefixes import Prefixes
@@ -151,6 +152,7 @@ class AsyncEngine:
             salt=f"{request.tenant}\0{request.cache_salt}".encode(),
             seed=next(seed for seed in (sampling.seed, request.seed, random.getrandbits(63)) if seed is not None),
             output_ids=list(request.resume),
+            banned=Banned(self._prompts.tokenizer, sampling.banned) if sampling.banned else None,
         )
 
     async def _stream(self, sequence: Sequence, sent: int) -> AsyncGenerator[Delta, None]:

@@ -54,13 +54,7 @@ class TorchRunner:
             return []
         greedy = logits.argmax(dim=-1).tolist()
         return [
-            _sampled(
-                token
-                if takes_best(each.sampling)
-                else sample(row, each.sampling, each.prompt_ids, each.output_ids, each.seed),
-                row,
-                each.sampling,
-            )
+            _sampled(_chosen(each, token, row), row, each.sampling)
             for each, token, row in zip(sequences, greedy, logits, strict=True)
         ]
 
@@ -111,6 +105,24 @@ class TorchRunner:
             target = torch.tensor(tokens[start + 1 : end + 1], device=logits.device)
             losses += nn.functional.cross_entropy(logits, target, reduction="none").tolist()
         return losses
+
+
+def _chosen(sequence: Sequence, best: int, logits: Tensor) -> int:
+    """best: the likeliest token, by logits [vocab]."""
+
+    def draw(logits: Tensor, turn: int = 0) -> int:
+        seed = sequence.seed + (turn << 64)  # a number of its own for each turn: the first one led to what was refused
+        return sample(logits, sequence.sampling, sequence.prompt_ids, sequence.output_ids, seed)
+
+    token = best if takes_best(sequence.sampling) else draw(logits)
+    banned, output, turn = sequence.banned, sequence.output_ids, 0
+    if banned is None or not banned.refuses(output, token):
+        return token
+    left = logits.clone()
+    while banned.refuses(output, token):  # drawing anew among the others is drawing from what they share
+        left[token], turn = -torch.inf, turn + 1
+        token = draw(left, turn)
+    return token
 
 
 def _sampled(token: int, logits: Tensor, params: SamplingParams) -> Sampled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gearshift.platform.engine.banned import Banned
 from gearshift.platform.request import FinishReason, SamplingParams, ServiceClass
 
 
@@ -22,6 +23,7 @@ class Sequence:
     service: ServiceClass = "interactive"
     prompt_text: str | None = None
     """Of a prompt that came as text."""
+    banned: Banned | None = None
     salt: bytes = b""
     """Sequences share cached blocks only with those of the same salt."""
 

@@ -60,7 +60,9 @@ def detect(ids: Sequence[int], mark: Watermark, vocab: int) -> Found:
     """Raises `InvalidRequest` for a text that is too short."""
     if len(ids) < LEAST_TOKENS:
         raise InvalidRequest(f"The text has {len(ids)} tokens; of fewer than {LEAST_TOKENS} nothing can be said.")
-    shape = PreTrainedConfig(vocab_size=vocab, bos_token_id=vocab - 1)  # the detector drops it where a text begins with it
+    shape = PreTrainedConfig(
+        vocab_size=vocab, bos_token_id=vocab - 1
+    )  # the detector drops it where a text begins with it
     detector = WatermarkDetector(shape, "cpu", _settings(mark), ignore_repeated_ngrams=True)
     told: Any = detector(torch.tensor([list(ids)]), return_dict=True)
     return Found(

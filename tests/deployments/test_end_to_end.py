@@ -83,7 +83,8 @@ def config(port: int, admin_port: int, folder: Path) -> Path:
     raw["prompts"]["pirate"] = {"system": "You are a pirate. Answer like a pirate."}
     raw["releases"]["smollm2-v2"] = {**raw["releases"]["smollm2-v1"], "prompt": "pirate"}
     nightfall = {"rule": "blocklist", "action": "review", "terms": ["project nightfall"], "stages": ["input"]}
-    raw["policies"]["private"] = {"rules": [{"rule": "person"}, {"rule": "location", "action": "block"}, nightfall]}
+    rules = [{"rule": "person"}, {"rule": "location", "action": "block"}, nightfall]
+    raw["policies"]["private"] = {"rules": rules, "banned": ["lighthouse"]}
     raw["releases"]["private"] = {**raw["releases"]["smollm2-v1"], "policy": "private"}
     raw["releases"]["marked"] = {**raw["releases"]["smollm2-v1"], "watermark": {"key_env": "MARK", "strength": 3.0}}
     raw["experiments"] = {"voice": {"arms": {"smollm2-v1": 1, "smollm2-v2": 0}}}
@@ -395,7 +396,7 @@ def test_what_waits_for_a_human_is_approved_on_the_command_line(served: Served) 
     assert [each["what"] for each in json.loads(review("log", "--json"))["entries"]] == ["opened", "approved"]
 
 
-def test_the_answers_of_a_release_with_a_watermark_are_known_again(served: Served) -> None:
+def test_a_release_says_no_banned_word_and_one_with_a_watermark_is_known_again(served: Served) -> None:
     def detect(text: str) -> tuple[int, Any]:
         command = [sys.executable, "-m", "gearshift", "watermark", "detect", str(served.traces.parent / "config.yaml")]
         done = subprocess.run(
@@ -408,6 +409,8 @@ def test_the_answers_of_a_release_with_a_watermark_are_known_again(served: Serve
         return done.returncode, json.loads(done.stdout)
 
     story = "Write a long story about a lighthouse keeper and the sea."
+    assert "lighthouse" in asked(served, "smollm2-v1", story, tokens=48)[0].lower()
+    assert "lighthouse" not in asked(served, "private", story, tokens=48)[0].lower()
     code, told = detect(asked(served, "marked", story, tokens=160)[0])
     assert (code, told["found"]) == (0, True), told
     code, told = detect(asked(served, "smollm2-v1", story, tokens=160)[0])
