@@ -52,10 +52,10 @@ class Bar:
     def as_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "value": self.value,
-            "limit": self.limit,
+            "value": float(self.value),  # numpy's numbers are none of JSON's
+            "limit": float(self.limit),
             "direction": self.direction,
-            "holds": self.holds,
+            "holds": bool(self.holds),
         }
 
 

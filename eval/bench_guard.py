@@ -182,7 +182,11 @@ class GuardBench:
             self.report.bars.append(Bar(f"disguise: {name}: false positives added, points", added[name], 3, "max"))
 
     def _cost(self, texts: Sequence[str]) -> None:
-        """CPU of one prompt after another, with the vectors of those that the plain model is in doubt about."""
+        """CPU of one prompt after another, with the vectors of those that the plain model is in doubt about; on one thread, as
+        `embedding.threads` has it, since others only wait for it and burn CPU."""
+        import torch
+
+        torch.set_num_threads(1)
         classifier, draw = shipped("injection"), random.Random(0)
         alone: list[float] = []
         whole: list[float] = []

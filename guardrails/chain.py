@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gearshift.guardrails.documents import Place, escaped, marked, redacted
 from gearshift.guardrails.patterns import Rule, places
 from gearshift.guardrails.rules import make_rule
 from gearshift.guardrails.subject import Subject
@@ -92,30 +93,49 @@ class Chain:
     def check_whole(self, subject: Subject) -> Verdict:
         """By the rules that find places, in the text as it is and as it reads when its disguise is undone."""
         findings = self.find(subject.text)
+        findings += self._hidden(subject.text)
         findings += [found for naming in self.namings if (found := _named(naming, subject))]
         if not self.links:
-            return decide(subject.text, findings)
+            return decide(subject.text, findings, self)
         try:
             disguised = subject.view.text != subject.text
         except Exception:  # who can't be read in plain has not been read
             findings += [_failed(link.rule.name, link.fail, link.shadow, len(subject.text)) for link in self.links]
-            return decide(subject.text, findings)
+            return decide(subject.text, findings, self)
         if disguised:
             findings += [found for link in self.links if (found := _find_disguised(link, subject))]
-        return decide(subject.text, findings)
+        return decide(subject.text, findings, self)
+
+    def places(self, text: str) -> list[Place]:
+        """What the rules would take out of a text."""
+        return places_of([each for each in self.find(text) if each.action == "redact" and not each.shadow])
+
+    def _hidden(self, text: str) -> list[Finding]:
+        """In the values of a document (JSON), where escapes hide it."""
+        leaves, found = escaped(text), []
+        for link in self.links if leaves else ():
+            odd = [leaf for leaf in leaves if _count(link, leaf.value) > _count(link, text[leaf.start : leaf.end])]
+            spans = tuple(Span(leaf.start, leaf.end) for leaf in odd)
+            found += [Finding(link.rule.name, link.action, spans, shadow=link.shadow)] if spans else []
+        return found
 
     def judge(self, subject: Subject) -> list[Finding]:
         """By the rules that score."""
         return [found for judge in self.judges if (found := _judge(judge, subject))]
 
 
-def decide(text: str, findings: Sequence[Finding]) -> Verdict:
+def decide(text: str, findings: Sequence[Finding], chain: Chain | None = None) -> Verdict:
+    """chain: for a whole text, which may be a document and stays one."""
     told = tuple(findings)
     binding = [finding for finding in told if not finding.shadow]
     if any(finding.action == "block" for finding in binding):
         return Verdict("block", "", told)
     redacting = [finding for finding in binding if finding.action == "redact"]
-    left = redact(text, redacting) if redacting else text
+    left = text
+    if redacting and chain is not None:
+        left = redacted(text, places_of(redacting), chain.places)
+    elif redacting:
+        left = marked(text, places_of(redacting))
     if any(finding.action == "review" for finding in binding):
         return Verdict("review", left, told)
     return Verdict("redact" if redacting else "allow", left, told)
@@ -127,6 +147,11 @@ def _find(link: Link, text: str) -> Finding | None:
     except Exception:
         return _failed(link.rule.name, link.fail, link.shadow, len(text))
     return Finding(link.rule.name, link.action, tuple(spans), shadow=link.shadow) if spans else None
+
+
+def _count(link: Link, text: str) -> int:
+    found = _find(link, text)
+    return len(found.spans) if found else 0
 
 
 def _find_disguised(link: Link, subject: Subject) -> Finding | None:
@@ -164,16 +189,8 @@ def _failed(rule: str, fail: Fail, shadow: bool, length: int) -> Finding:
     return Finding(rule, "allow" if fail == "open" else "block", (Span(0, length),), shadow=shadow, failed=True)
 
 
-def redact(text: str, findings: Sequence[Finding]) -> str:
-    """Puts `[REDACTED:rule]` in the place of each finding; findings that overlap become one, named by the first."""
-    spans = sorted((span.start, span.end, finding.rule) for finding in findings for span in finding.spans)
-    parts: list[str] = []
-    done = 0
-    for start, end, rule in spans:
-        if start >= done:
-            parts += [text[done:start], f"[REDACTED:{rule}]"]
-        done = max(done, end)
-    return "".join([*parts, text[done:]])
+def places_of(findings: Sequence[Finding]) -> list[Place]:
+    return [Place(span.start, span.end, finding.rule) for finding in findings for span in finding.spans]
 
 
 def make_chain(policy: Policy, stage: Stage, encoder: str = "") -> Chain:

@@ -19,6 +19,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib.resources import files
+from string import ascii_letters
 from urllib.parse import unquote_to_bytes
 
 from gearshift.guardrails.view import Edit, View
@@ -213,7 +214,7 @@ def _text(data: bytes) -> str | None:
         text = data.decode()
     except UnicodeDecodeError:
         return None
-    letters = sum(character.isalnum() or character == " " for character in text)
+    letters = sum(map(str.isalnum, text)) + text.count(" ")
     return (
         text
         if text and letters >= 0.6 * len(text) and text.replace("\n", " ").replace("\t", " ").isprintable()
@@ -360,16 +361,20 @@ def _unleet(token: str) -> str | None:
     return next((each for each in plain if each.lower() in words()), None)
 
 
+_ROT13 = str.maketrans(ascii_letters, codecs.encode(ascii_letters, "rot13"))
+
+
+def _rot13(text: str) -> str:
+    return text.translate(_ROT13)
+
+
 def turned(view: View) -> View:
     """rot13, and text written from its end to its beginning."""
     found = [word for word in _WORD.findall(view.text.lower()) if len(word) > 2]
     least = LEAST_TURNED if len(found) > SHORT else 2
     if sum(word not in words() for word in found) < least:
         return view
-    view = _recoded(
-        view, least, lambda word: codecs.encode(word, "rot13"), lambda text: (codecs.encode(text, "rot13"), None)
-    )
-
+    view = _recoded(view, least, _rot13, lambda text: (_rot13(text), None))
     return _recoded(view, least, lambda word: word[::-1], lambda text: (text[::-1], range(len(text) - 1, -1, -1)))
 
 

@@ -111,6 +111,10 @@ class SocialSecurity(Patterns):
         return [span for span in super().find(text) if not text.startswith(("000", "666"), span.start)]
 
 
+_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9][0-9]|[0-9])"
+_OCTETS = re.compile(rf"{_OCTET}(?:\.{_OCTET})*")
+
+
 class Machines(Patterns):
     """IPv4 and IPv6 addresses."""
 
@@ -123,7 +127,7 @@ class Machines(Patterns):
 
 def _is_address(text: str) -> bool:
     if ":" not in text:
-        return all(part == str(int(part)) and int(part) < 256 for part in text.split("."))
+        return _OCTETS.fullmatch(text) is not None
     try:
         ipaddress.IPv6Address(text)
     except ValueError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Sequence
-from itertools import accumulate
+
+import numpy as np
 
 from gearshift.guardrails.credentials import Secrets
 from gearshift.guardrails.patterns import Patterns, Rule
@@ -15,8 +16,6 @@ from gearshift.guardrails.verdict import Span, Stage
 EMAIL_PATTERN = r"[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,63}"  # lengths of RFC 5321, 4.5.3.1
 DIGITS_PATTERN = r"[0-9](?:[ -]?[0-9]){11,}"
 SHORTEST_CARD, LONGEST_CARD = 12, 19
-_GROUP = re.compile(r"[0-9]+")
-_ISSUER = re.compile("[23456]|1800")
 _CARD = re.compile(  # prefixes and lengths of ISO/IEC 7812 issuers: Visa, Mastercard, Amex, Diners, JCB, Maestro, others
     r"4[0-9]{12}(?:[0-9]{3}){0,2}|5[1-5][0-9]{14}|2[2-7][0-9]{14}|3[47][0-9]{13}|3[0689][0-9]{12}|35[0-9]{14}|(?:1800|2131)[0-9]{11}"
     r"|(?:5018|5020|5038|5893|6304|6759|676[1-3])[0-9]{8,15}|6[0-9]{15,18}"
@@ -42,17 +41,20 @@ class Cards(Patterns):
 
 def _cards_in(text: str, run: Span) -> list[Span]:
     """The longest card that begins at each group of a run of digits; what is taken is not looked at again."""
-    groups = [Span(*match.span()) for match in _GROUP.finditer(text, run.start, run.end)]
-    digits = "".join([text[group.start : group.end] for group in groups])
-    stops = list(accumulate(group.end - group.start for group in groups))
-    ends = dict(zip(stops, (group.end for group in groups), strict=True))
+    written = np.frombuffer(text[run.start : run.end].encode(), np.uint8)
+    places = np.flatnonzero(written >= ord("0"))  # of each digit; spaces and hyphens come before
+    digits = written[places].tobytes().decode()
+    begins = np.flatnonzero(np.diff(places, prepend=-2) > 1)
+    is_stop = np.zeros(len(digits) + 1, dtype=bool)
+    is_stop[begins[1:]] = is_stop[-1] = True
+    firsts = written[places[begins]]
     sums, found, taken = Luhn(digits), list[Span](), 0
-    for begin, group in zip([0, *stops], groups, strict=False):
-        if begin < taken or _ISSUER.match(digits, begin) is None:
+    for begin in begins[(firsts >= ord("1")) & (firsts <= ord("6"))].tolist():
+        if begin < taken or (digits[begin] == "1" and not digits.startswith("1800", begin)):
             continue
-        for stop in range(begin + LONGEST_CARD, begin + SHORTEST_CARD - 1, -1):
-            if stop in ends and sums.valid(begin, stop) and _CARD.fullmatch(digits, begin, stop):
-                found.append(Span(group.start, ends[stop]))
+        for stop in range(min(begin + LONGEST_CARD, len(digits)), begin + SHORTEST_CARD - 1, -1):
+            if is_stop[stop] and sums.valid(begin, stop) and _CARD.fullmatch(digits, begin, stop):
+                found.append(Span(run.start + int(places[begin]), run.start + int(places[stop - 1]) + 1))
                 taken = stop
                 break
     return found
@@ -62,16 +64,16 @@ class Luhn:
     """Check digits (ISO/IEC 7812-1, annex B) of all parts of a run of digits, each at the cost of a subtraction."""
 
     def __init__(self, digits: str) -> None:
-        plain = [int(digit) for digit in digits]
-        twice = [(0, 2, 4, 6, 8, 1, 3, 5, 7, 9)[value] for value in plain]
+        plain = np.frombuffer(digits.encode(), np.uint8).astype(np.int64) - ord("0")
+        twice = np.array((0, 2, 4, 6, 8, 1, 3, 5, 7, 9))[plain]
         odd, even = plain.copy(), plain.copy()  # those whose last digit is at an odd or an even place
         odd[0::2], even[1::2] = twice[0::2], twice[1::2]
-        self._sums = [0, *accumulate(even)], [0, *accumulate(odd)]
+        self._sums = [[0, *np.cumsum(each).tolist()] for each in (even, odd)]
 
     def valid(self, begin: int, stop: int) -> bool:
         """Whether the last of the digits [begin, stop) is the right check digit of the others."""
         sums = self._sums[(stop - 1) % 2]
-        return (sums[stop] - sums[begin]) % 10 == 0
+        return bool((sums[stop] - sums[begin]) % 10 == 0)
 
 
 class Blocklist:
