@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +20,12 @@ from gearshift.eval.tagger_training import (
     tagged,
     unseen_scores,
 )
+from gearshift.guardrails.chain import make_chain
 from gearshift.guardrails.rules import make_rule
+from gearshift.guardrails.subject import Subject
 from gearshift.guardrails.tagger import Entity
 from gearshift.guardrails.verdict import Span
+from gearshift.platform.config import Policy
 
 FORMED = {
     "email": "EMAIL_ADDRESS",
@@ -42,6 +46,7 @@ def bench_personal(folder: Path, states: States, report: Report, progress: Calla
     formed = [[(span, name) for name in FORMED for span in make_rule(name, (), "input").find(t.text)] for t in texts]
     _formed(texts, formed, report)
     progress("taggers", 0, 1)
+    _documents(texts, report)
     scores = unseen_scores(texts, inputs_of(texts, states))
     amount, _ = silence(texts, scores, OVER)
     progress("taggers", 1, 1)
@@ -54,6 +59,32 @@ def bench_personal(folder: Path, states: States, report: Report, progress: Calla
         Bar("personal: labelled characters that leak", reached.leaked, 0.20, "max"),
         Bar("personal: other characters taken out", reached.over, 0.03, "max"),
     ]
+
+
+def _documents(texts: list[Text], report: Report) -> None:
+    """Arguments of tools made of the texts, as they are and within a string: JSON with the same keys afterwards?"""
+    rules = [{"rule": name} for name in ("secrets", *FORMED)]
+    chain, whole, changed = make_chain(Policy.model_validate({"rules": rules}), "input"), 0, 0
+    for number, each in enumerate(texts):
+        inner = {"text": each.text, "more": {"list": [each.text[::-1], number, 4111111111111111]}}
+        made = json.dumps(
+            {"name": "send", "plain": inner, "arguments": json.dumps(inner)}, ensure_ascii=number % 2 == 0
+        )
+        left = chain.check_whole(Subject(made)).text
+        changed += left != made
+        try:
+            found = json.loads(left)
+            whole += [_keys(found["plain"]), _keys(json.loads(found["arguments"]))] == [_keys(inner)] * 2
+        except ValueError:
+            continue
+    report.results.append(collect("documents: with something taken out", "%", [100 * changed / len(texts)]))
+    report.bars.append(Bar("documents: still JSON, with the same keys, %", 100 * whole / len(texts), 100, "min"))
+
+
+def _keys(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _keys(each) for key, each in value.items()}
+    return [_keys(each) for each in value] if isinstance(value, list) else None
 
 
 def _together(formed: list[tuple[Span, str]], named: list[Entity]) -> list[tuple[Span, str]]:
