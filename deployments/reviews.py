@@ -14,26 +14,32 @@ from gearshift.platform.request import Delta, JsonObject
 from gearshift.platform.tenants import Caller
 
 WRITE = """
--- KEYS: ticket, its digest, index, log; ARGV: the ticket as it was ('' for a new one), as it is, its id, seconds, ms to keep it,
--- the log's last entry as it was, its next one. All of it or nothing: 0 where somebody else was first.
-if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] or (redis.call('LINDEX', KEYS[4], -1) or '') ~= ARGV[6] then return 0 end
-if ARGV[1] == '' then
-  if not redis.call('SET', KEYS[2], ARGV[3], 'NX', 'PX', ARGV[5]) then return 0 end
-  redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[5])
-  redis.call('ZADD', KEYS[3], ARGV[4], ARGV[3])
-else
-  redis.call('SET', KEYS[1], ARGV[2], 'KEEPTTL')
+-- KEYS: tickets, digests, index, log; ARGV: id, digest, the ticket as it was ('' for a new one), as it is, whose the digest was
+-- ('' for nobody's), seconds, the log's last entry as it was, its next one. All or nothing: 0 where somebody else was first.
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[3] then return 0 end
+if (redis.call('LINDEX', KEYS[4], -1) or '') ~= ARGV[7] then return 0 end
+if ARGV[3] == '' then
+  if (redis.call('HGET', KEYS[2], ARGV[2]) or '') ~= ARGV[5] then return 0 end
+  redis.call('HSET', KEYS[2], ARGV[2], ARGV[1])
+  redis.call('ZADD', KEYS[3], ARGV[6], ARGV[1] .. ':' .. ARGV[2])
 end
-redis.call('RPUSH', KEYS[4], ARGV[7])
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[4])
+redis.call('RPUSH', KEYS[4], ARGV[8])
 return 1
 """
-LATEST = """
--- KEYS: index; ARGV: the oldest that is kept, in seconds, and how many. Ids, latest first.
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '(' .. ARGV[1])
-return redis.call('ZREVRANGE', KEYS[1], 0, ARGV[2] - 1)
+FORGET = """
+-- KEYS: tickets, digests, index; ARGV: the oldest that is kept, in seconds. Forgets some of those that are older.
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', '(' .. ARGV[1], 'LIMIT', 0, 100)) do
+  local id, digest = string.match(member, '([^:]*):(.*)')
+  redis.call('HDEL', KEYS[1], id)
+  if redis.call('HGET', KEYS[2], digest) == id then redis.call('HDEL', KEYS[2], digest) end
+  redis.call('ZREM', KEYS[3], member)
+end
 """
+LATEST = "return redis.call('ZREVRANGE', KEYS[1], 0, ARGV[1] - 1)"
 TRIES = 50
-TICKET, INDEX, LOG = ("review", "ticket"), ("review", "index"), ("review", "log")
+PARTS = ("tickets", "digests", "index", "log")
+"""Keys without an expiry: a Redis that runs out of memory gives up cached answers, and none of these."""
 _encode = msgspec.msgpack.encode
 
 
@@ -44,17 +50,19 @@ class Reviews:
         """keep_s: of a ticket, from when it is opened."""
         self._store = store
         self._keep_s = keep_s
+        self._keys = [store.key("review", part) for part in PARTS]
 
     async def hold(self, held: Held) -> Ticket:
         """The ticket of this very exchange, which is opened if there is none. Raises `StoreUnavailable`: what can't be held can't
         pass either."""
         try:
             for _ in range(TRIES):
-                known = await self._store.get(self._digest(held))
+                known = await self._store.hash_get(self._keys[1], held.digest)
                 if known is not None and (ticket := await self._read(known.decode())) is not None:
                     return ticket
                 ticket = opened(held)
-                if await self._write(None, ticket, "opened", "", ""):
+                if await self._write(None, ticket, "opened", "", "", known or b""):
+                    await self._store.script(FORGET, self._keys[:3], time.time() - self._keep_s)
                     return ticket
         except StoreAway as error:
             raise StoreUnavailable(
@@ -82,9 +90,8 @@ class Reviews:
 
     async def latest(self, most: int, status: Status | None = None) -> list[Ticket]:
         """Of the latest so many, those with the status; latest first. Raises `StoreAway`."""
-        oldest = time.time() - self._keep_s
-        ids = await self._store.script(LATEST, [self._store.key(*INDEX)], oldest, most)
-        found = [await self._read(each.decode()) for each in ids]
+        members = await self._store.script(LATEST, [self._keys[2]], most)
+        found = [await self._read(each.decode().partition(":")[0]) for each in members]
         return [ticket for ticket in found if ticket is not None and status in (None, ticket.status)]
 
     async def decide(self, name: str, status: Status, who: str, why: str) -> Ticket:
@@ -101,29 +108,22 @@ class Reviews:
 
     async def log(self) -> list[Entry]:
         """All of it. Raises `StoreAway`."""
-        return [_entry(each) for each in await self._store.list_all(self._store.key(*LOG))]
+        return [_entry(each) for each in await self._store.list_all(self._keys[3])]
 
     async def _read(self, name: str) -> Ticket | None:
-        found = await self._store.get(self._store.key(*TICKET, name))
-        return msgspec.msgpack.decode(found, type=Ticket) if found else None
+        found = await self._store.hash_get(self._keys[0], name)
+        ticket = msgspec.msgpack.decode(found, type=Ticket) if found else None
+        return ticket if ticket is not None and ticket.at + self._keep_s > time.time() else None
 
-    async def _write(self, before: Ticket | None, after: Ticket, what: What, who: str, why: str) -> bool:
-        """False where somebody else was first."""
-        last = await self._store.list_last(self._store.key(*LOG))
+    async def _write(
+        self, before: Ticket | None, after: Ticket, what: What, who: str, why: str, whose: bytes = b""
+    ) -> bool:
+        """False where somebody else was first. whose: the ticket that the digest of a new one belonged to."""
+        last = await self._store.list_last(self._keys[3])
         entry = follows(_entry(last) if last else None, after, what, who, why)
-        keys = [
-            self._store.key(*TICKET, after.id),
-            self._digest(after.held),
-            self._store.key(*INDEX),
-            self._store.key(*LOG),
-        ]
-        kept_ms = int(self._keep_s * 1000)
         old = _encode(before) if before else b""
-        facts = (old, _encode(after), after.id, after.at, kept_ms, last or b"", _encode(entry))
-        return bool(await self._store.script(WRITE, keys, *facts))
-
-    def _digest(self, held: Held) -> str:
-        return self._store.key("review", "digest", held.digest)
+        facts = (after.id, after.held.digest, old, _encode(after), whose, after.at, last or b"", _encode(entry))
+        return bool(await self._store.script(WRITE, self._keys, *facts))
 
 
 def _entry(raw: bytes) -> Entry:

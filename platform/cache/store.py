@@ -98,6 +98,10 @@ class Store:
     async def hash_delete(self, key: str, field: str) -> None:
         await self._call("HDEL", key, field)
 
+    async def hash_get(self, key: str, field: str) -> bytes | None:
+        value: bytes | None = await self._call("HGET", key, field)
+        return value
+
     async def hash_all(self, key: str) -> dict[str, bytes]:
         found: dict[bytes, bytes] = await self._call("HGETALL", key)
         return {name.decode(): value for name, value in found.items()}

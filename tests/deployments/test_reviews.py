@@ -184,6 +184,7 @@ async def test_tickets_end_by_themselves_and_the_log_stays(store: Store) -> None
     with pytest.raises(NotFound):
         await reviews.get(ticket.id)
     assert ticket.id not in [each.id for each in await reviews.latest(10)]
+    assert list(await store.hash_all(store.key("review", "tickets"))) == [found.id]
     assert {entry.ticket for entry in await reviews.log()} == {ticket.id, found.id}
 
 
