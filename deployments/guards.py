@@ -53,9 +53,10 @@ class Guards:
     def output(self, release: Release) -> Chain:
         return self._policies[release.policy].output
 
-    async def check(self, release: Release, body: Generation, record: Record) -> tuple[Message, ...]:
-        """What was asked, without what is taken out. Raises `InvalidRequest` for what can't be read, `ContentBlocked`,
-        `GuardrailAway`, `ReviewRequired`, `StoreUnavailable`."""
+    async def check(self, release: Release, body: Generation, record: Record, keeps: bool) -> tuple[Message, ...]:
+        """What was asked, without what is taken out. keeps: whether there is a client to wait for a human; without one, what a
+        human has to look at is blocked. Raises `InvalidRequest` for what can't be read, `ContentBlocked`, `GuardrailAway`,
+        `ReviewRequired`, `StoreUnavailable`."""
         policy = self._policies[release.policy]
         self._check_readable(release, body)
         found = policy.known(body.turns)
@@ -69,13 +70,13 @@ class Guards:
         _refuse(verdicts)
         waits = next((verdict.rule for verdict in verdicts if verdict.action == "review"), None)
         if waits is not None:
-            await self._review(waits, checked, record, release)
+            await self._review(waits, checked, record, release, keeps)
         return checked
 
-    def holder(self, messages: tuple[Message, ...], record: Record, release: Release) -> Hold | None:
-        """Keeps an answer for a human."""
+    def holder(self, messages: tuple[Message, ...], record: Record, release: Release, keeps: bool) -> Hold | None:
+        """Keeps an answer for a human. keeps: as of `check`."""
         reviews = self._reviews
-        if reviews is None:
+        if reviews is None or not keeps:
             return None
 
         async def hold(rule: str, answer: str, last: Delta) -> Kept:
@@ -143,9 +144,11 @@ class Guards:
     def _timeout_s(self) -> float | None:
         return self._config.embedding.guard_timeout_s if self._config.embedding is not None else None
 
-    async def _review(self, rule: str, messages: tuple[Message, ...], record: Record, release: Release) -> None:
+    async def _review(
+        self, rule: str, messages: tuple[Message, ...], record: Record, release: Release, keeps: bool
+    ) -> None:
         """Returns when a human has agreed. Raises `ReviewRequired`, `ContentBlocked`, `StoreUnavailable`."""
-        if self._reviews is None:
+        if self._reviews is None or not keeps:
             raise ContentBlocked(f"The request was refused by the rule {rule!r}.", param="messages")
         ticket = await self._reviews.hold(self._held(rule, "input", messages, record, release))
         record.ticket = ticket.id

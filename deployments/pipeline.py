@@ -152,7 +152,7 @@ class Pipeline:
             banned=tuple(self._config.policies[release.policy].banned),
         )
         with record.step("guard_input"):
-            messages = await self.guards.check(release, call.body, record)
+            messages = await self.guards.check(release, call.body, record, keeps=call.use != "never")
         if not call.body.raw:  # what is only continued has no turns, and no place for the release's prompt
             with record.step("assemble"):
                 prompt = self._config.prompts[release.prompt]
@@ -214,7 +214,7 @@ class Pipeline:
     ) -> AsyncGenerator[Delta, None]:
         """What the engine writes and the guardrails let through, of as many answers as are asked for."""
         chain, note = self.guards.output(release), noter(record, "output")
-        hold = self.guards.holder(messages, record, release)
+        hold = self.guards.holder(messages, record, release, keeps=call.use != "never")
         salt, trace = call.body.cache_salt or "", dict(call.trace)
 
         def ask(choice: int, wished: SamplingParams) -> AsyncGenerator[Delta, None]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from gearshift.guardrails.documents import Place, escaped, marked, redacted
 from gearshift.guardrails.patterns import Rule, places
@@ -107,15 +110,17 @@ class Chain:
         return decide(subject.text, findings, self)
 
     def places(self, text: str) -> list[Place]:
-        """What the rules would take out of a text."""
-        return places_of([each for each in self.find(text) if each.action == "redact" and not each.shadow])
+        """What the rules would take out of a document."""
+        found = [*self.find(text), *self._hidden(text)]
+        return places_of([each for each in found if each.action == "redact" and not each.shadow])
 
     def _hidden(self, text: str) -> list[Finding]:
         """In the values of a document (JSON), where escapes hide it."""
         leaves, found = escaped(text), []
+        said, written = [leaf.value for leaf in leaves], [text[leaf.start : leaf.end] for leaf in leaves]
         for link in self.links if leaves else ():
-            odd = [leaf for leaf in leaves if _count(link, leaf.value) > _count(link, text[leaf.start : leaf.end])]
-            spans = tuple(Span(leaf.start, leaf.end) for leaf in odd)
+            seen, plain = _counts(link, said), _counts(link, written)
+            spans = tuple(Span(leaf.start, leaf.end) for at, leaf in enumerate(leaves) if seen[at] > plain[at])
             found += [Finding(link.rule.name, link.action, spans, shadow=link.shadow)] if spans else []
         return found
 
@@ -149,9 +154,11 @@ def _find(link: Link, text: str) -> Finding | None:
     return Finding(link.rule.name, link.action, tuple(spans), shadow=link.shadow) if spans else None
 
 
-def _count(link: Link, text: str) -> int:
-    found = _find(link, text)
-    return len(found.spans) if found else 0
+def _counts(link: Link, texts: Sequence[str]) -> Counter[int]:
+    """How often the rule finds something in each, by place; all are read at once."""
+    found = _find(link, "\n".join(texts))
+    starts = list(accumulate((len(text) + 1 for text in texts), initial=0))
+    return Counter(bisect_right(starts, span.start) - 1 for span in (found.spans if found else ()))
 
 
 def _find_disguised(link: Link, subject: Subject) -> Finding | None:

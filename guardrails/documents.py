@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 MAX_DEPTH = 3
 """Documents in the strings of documents."""
+MOST_WITHIN = 1000
+"""Documents in the strings of one document; of more, each is a string."""
 _TOKENS = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|(-?\d[\d.eE+-]*)')
 _ESCAPES = re.compile(r"\\(?:u[0-9a-fA-F]{4}|.)")
 
@@ -50,21 +52,36 @@ def leaves(text: str) -> list[Leaf] | None:
             found.append(Leaf(*match.span(3), match[3], is_string=False))
         elif match[2] is None:
             start, end = match.span(1)
-            found.append(Leaf(start + 1, end - 1, json.loads(match[1], strict=False), is_string=True))
+            written = text[start + 1 : end - 1]
+            value = json.loads(match[1], strict=False) if "\\" in written else written
+            found.append(Leaf(start + 1, end - 1, value, is_string=True))
     return found
 
 
 def redacted(text: str, places: Sequence[Place], find: Find, depth: int = 0) -> str:
-    """With marks in the place of what was found. find: in what a string says, where it is written otherwise."""
+    """With marks in the place of what was found. find: in a document within."""
     found = leaves(text)
     if found is None:
         return marked(text, places)
+    opens = sum(leaf.is_string and leaf.value[:1] in ("{", "[") for leaf in found) <= MOST_WITHIN and depth < MAX_DEPTH
     parts, done = [], 0
-    for leaf in found:
-        new = _new(text[leaf.start : leaf.end], leaf, places, find, depth)
-        parts += [text[done : leaf.start], new]
-        done = leaf.end
+    for leaf, mine in zip(found, _shared(places, found), strict=True):
+        raw = text[leaf.start : leaf.end]
+        if mine or raw != leaf.value:
+            parts += [text[done : leaf.start], _new(raw, leaf, mine, find, depth, opens)]
+            done = leaf.end
     return "".join([*parts, text[done:]])
+
+
+def _shared(places: Sequence[Place], found: Sequence[Leaf]) -> Iterator[list[Place]]:
+    """Of each leaf, the places that overlap it."""
+    ordered, at, near = sorted(places), 0, list[Place]()
+    for leaf in found:
+        while at < len(ordered) and ordered[at].start < leaf.end:
+            near.append(ordered[at])
+            at += 1
+        near = [place for place in near if place.end > leaf.start]
+        yield near
 
 
 def escaped(text: str) -> list[Leaf]:
@@ -84,18 +101,17 @@ def marked(text: str, places: Sequence[Place]) -> str:
     return "".join([*parts, text[done:]])
 
 
-def _new(raw: str, leaf: Leaf, places: Sequence[Place], find: Find, depth: int) -> str:
-    """What stands in the place of a leaf."""
-    mine = [each for each in places if each.start < leaf.end and leaf.start < each.end]
-    if leaf.is_string and depth < MAX_DEPTH and leaves(leaf.value) is not None:
-        theirs = _carried(raw, leaf, mine)
+def _new(raw: str, leaf: Leaf, mine: Sequence[Place], find: Find, depth: int, opens: bool) -> str:
+    """What stands in the place of a leaf. mine: what was found there. opens: whether a document in it is looked into; one that is
+    not goes as a whole."""
+    if leaf.is_string and leaves(leaf.value) is not None:
+        theirs = _carried(raw, leaf, mine) if opens else None
+        if theirs is None and not mine:
+            return raw
         if theirs is None:
             return f"[REDACTED:{mine[0].rule}]"
         inner = redacted(leaf.value, [*find(leaf.value), *theirs], find, depth + 1)
         return raw if inner == leaf.value else json.dumps(inner, ensure_ascii=False)[1:-1]
-    said = find(leaf.value) if depth and leaf.is_string and leaf.value != raw else ()
-    if len(said) > len(mine):  # escapes hide some of it
-        return f"[REDACTED:{said[0].rule}]"
     if not mine:
         return raw
     if not leaf.is_string:

@@ -119,11 +119,12 @@ async def watch(
             for verdict in verdicts:
                 if verdict.findings:
                     note(verdict)
-            text = "".join(verdict.text for verdict in verdicts)
             actions = {verdict.action: verdict.rule for verdict in verdicts}
             if "block" in actions or ("review" in actions and hold is None):
-                yield Delta("" if rule else text, "content_filter", delta.usage)
+                passed = "".join(verdict.text for verdict in verdicts if verdict.action in ("allow", "redact"))
+                yield Delta("" if rule else passed, "content_filter", delta.usage)
                 return
+            text = "".join(verdict.text for verdict in verdicts)
             rule = rule or actions.get("review", "")
             answer.add(text, waits=bool(rule))
             if not rule:

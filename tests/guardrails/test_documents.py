@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearshift.guardrails.chain import make_chain
-from gearshift.guardrails.documents import leaves
+from gearshift.guardrails.documents import MOST_WITHIN, leaves
 from gearshift.guardrails.subject import Subject
 from gearshift.guardrails.tagger import Entity
 from gearshift.platform.config import Policy
@@ -94,6 +94,19 @@ def test_names_within_arguments_are_taken_out() -> None:
     across = chain.check_whole(Subject(text, entities=[Entity("person", at, at + 12)]))
     assert "Ann Lee" not in across.text
     json.loads(across.text)
+
+
+def test_of_many_documents_within_one_nothing_is_left_either() -> None:
+    within = json.dumps({"to": "jo.doe@example.com"})
+    left = json.loads(checked(json.dumps([within] * (MOST_WITHIN + 1) + ["plain"])))
+    assert set(left[:-1]) == {"[REDACTED:email]"}
+    assert left[-1] == "plain"
+
+
+def test_many_values_are_each_looked_at() -> None:
+    many = ["jo.doe@example.com", "plain", "line\nbreak", 'a "quote" to jo.doe@example.com'] * 5000
+    left = json.loads(checked(json.dumps(many)))
+    assert left == ["[REDACTED:email]", "plain", "line\nbreak", 'a "quote" to [REDACTED:email]'] * 5000
 
 
 def test_what_is_no_document_has_no_leaves() -> None:

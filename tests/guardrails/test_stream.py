@@ -148,3 +148,15 @@ async def test_what_is_held_at_the_end_is_sent_with_the_finish_reason() -> None:
 async def test_a_rule_that_raises_lets_nothing_out(broken: RuleProtocol) -> None:
     deltas = [delta async for delta in watch(source("secret"), Chain([Link(broken, "redact")]), lambda _: None)]
     assert [(delta.text, delta.finish_reason) for delta in deltas] == [("", "content_filter")]
+
+
+async def test_without_anybody_to_hold_it_what_a_human_has_to_look_at_is_blocked() -> None:
+    chain = make_chain(Policy.model_validate({"rules": [{"rule": "email", "action": "review"}]}), "output")
+
+    async def deltas() -> AsyncGenerator[Delta, None]:
+        yield Delta("write to jo.doe@example.com ")
+        yield Delta("now", "stop", Usage(1, 2))
+
+    found = [delta async for delta in watch(deltas(), chain, lambda _: None)]
+    assert [delta.finish_reason for delta in found] == [None, "content_filter"][-len(found) :]
+    assert "jo.doe" not in "".join(delta.text for delta in found)
