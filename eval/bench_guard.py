@@ -55,7 +55,7 @@ STRANGERS: tuple[tuple[str, ...], ...] = (
 """Sources that are left out together, since they have the same origin or the same kind of text."""
 HOSTILE = (
     "a ", "A", "аб", "é", "<a ", "&#1", "%41", "a.b", "\\x41", "01", "[a", "aaab", "1a", "<!--", "](", "gur ", "a@", '="',
-    "key ", "token:",     "x://a:", "GB82 ", "1-", "1.", "ab:", "ab=" + "A" * 11 + "\n",
+    "key ", "token:",     "x://a:", "GB82 ", "1-", "1.", "4111111111111111,", "ab:", "ab=" + "A" * 11 + "\n",
 )  # fmt: skip
 """Repeated to a megabyte."""
 DISGUISED = 300

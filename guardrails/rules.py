@@ -30,7 +30,8 @@ class Cards(Patterns):
         super().__init__("card", [DIGITS_PATTERN], string.digits + " -")
 
     def find(self, text: str) -> list[Span]:
-        return [card for run in super().find(text) for card in _cards_in(text, run)]
+        runs = super().find(text)
+        return _cards_in(text, runs) if runs else []
 
     def open_from(self, text: str) -> int:
         end = super().open_from(text)
@@ -39,22 +40,27 @@ class Cards(Patterns):
         return len(text) - len(text[end:].lstrip(" -"))  # a number begins with a digit
 
 
-def _cards_in(text: str, run: Span) -> list[Span]:
+def _cards_in(text: str, runs: Sequence[Span]) -> list[Span]:
     """The longest card that begins at each group of a run of digits; what is taken is not looked at again."""
-    written = np.frombuffer(text[run.start : run.end].encode(), np.uint8)
-    places = np.flatnonzero(written >= ord("0"))  # of each digit; spaces and hyphens come before
-    digits = written[places].tobytes().decode()
-    begins = np.flatnonzero(np.diff(places, prepend=-2) > 1)
+    written = np.frombuffer("/".join(text[run.start : run.end] for run in runs).encode(), np.uint8)
+    at = np.flatnonzero(written >= ord("0"))  # of each digit; what is between them comes before
+    run_at = np.cumsum([0, *(run.end - run.start + 1 for run in runs[:-1])])
+    run_of = np.searchsorted(run_at, at, "right") - 1
+    places = at - run_at[run_of] + np.array([run.start for run in runs])[run_of]
+    run_stops = np.searchsorted(run_of, np.arange(len(runs)), "right")
+    digits = written[at].tobytes().decode()
+    begins = np.flatnonzero(np.diff(at, prepend=-2) > 1)
     is_stop = np.zeros(len(digits) + 1, dtype=bool)
     is_stop[begins[1:]] = is_stop[-1] = True
-    firsts = written[places[begins]]
-    sums, found, taken = Luhn(digits), list[Span](), 0
-    for begin in begins[(firsts >= ord("1")) & (firsts <= ord("6"))].tolist():
+    begins = begins[(written[at[begins]] >= ord("1")) & (written[at[begins]] <= ord("6"))]
+    lasts = np.minimum(begins + LONGEST_CARD, run_stops[run_of[begins]])
+    sums, stops, found, taken = Luhn(digits), is_stop.tolist(), list[Span](), 0
+    for begin, last in zip(begins.tolist(), lasts.tolist(), strict=True):
         if begin < taken or (digits[begin] == "1" and not digits.startswith("1800", begin)):
             continue
-        for stop in range(min(begin + LONGEST_CARD, len(digits)), begin + SHORTEST_CARD - 1, -1):
-            if is_stop[stop] and sums.valid(begin, stop) and _CARD.fullmatch(digits, begin, stop):
-                found.append(Span(run.start + int(places[begin]), run.start + int(places[stop - 1]) + 1))
+        for stop in range(last, begin + SHORTEST_CARD - 1, -1):
+            if stops[stop] and sums.valid(begin, stop) and _CARD.fullmatch(digits, begin, stop):
+                found.append(Span(int(places[begin]), int(places[stop - 1]) + 1))
                 taken = stop
                 break
     return found
